@@ -1,0 +1,97 @@
+"""Acceptance: walk a draft tree along the target's own choices, and what the accepted path needs moved.
+
+From the root, the walk descends to the child that carries the target's token at the current row, and stops where there is
+none; that token is the next bonus. The result depends on the drafter only in how far the walk gets. Siblings carry different
+tokens; were two equal, the first would be taken.
+
+Static-shaped torch without a host synchronisation; ``accept_reference`` walks one tree in plain Python.
+
+Shapes: B requests, W rows, D1 = max_depth + 1 places of a path (root included).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sglang_dflash.speculative.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """The accepted path of every tree in a batch.
+
+    Attributes:
+        row_BD: int64 ``[B, D1]``, rows of the path, root first; places past the path repeat its last row.
+        length_B: int64, accepted draft tokens (0 to max_depth); the path has one row more.
+        bonus_B: int64, the target's token after the last accepted row.
+        token_BD: int64 ``[B, D1]``, emitted tokens: accepted drafts, then the bonus, then zeros.
+    """
+
+    row_BD: torch.Tensor
+    length_B: torch.Tensor
+    bonus_B: torch.Tensor
+    token_BD: torch.Tensor
+
+
+def accept_tree(tree: DraftTree, target_token_BW: torch.Tensor, *, max_depth: int) -> Acceptance:
+    """Accept along the target's choices.
+
+    Args:
+        tree: the batch of draft trees.
+        target_token_BW: int64, the target's token after each row.
+        max_depth: the deepest a walk can get (nodes below it are not reached).
+    """
+    row_B = torch.zeros_like(tree.token_BW[:, 0])
+    going_B = torch.ones_like(row_B, dtype=torch.bool)
+    length_B = torch.zeros_like(row_B)
+    path = [row_B]
+    for _ in range(max_depth):
+        wanted_B1 = target_token_BW.gather(1, row_B[:, None])
+        match_BW = (tree.parent_BW == row_B[:, None]) & (tree.token_BW == wanted_B1) & tree.valid_BW
+        going_B = going_B & match_BW.any(dim=1)
+        # argmax of bool takes the first match.
+        row_B = torch.where(going_B, match_BW.to(torch.int8).argmax(dim=1), row_B)
+        length_B = length_B + going_B
+        path.append(row_B)
+    row_BD = torch.stack(path, dim=1)
+    place_D = torch.arange(max_depth + 1, device=row_BD.device)
+    emitted_BD = target_token_BW.gather(1, row_BD)
+    return Acceptance(
+        row_BD=row_BD,
+        length_B=length_B,
+        bonus_B=target_token_BW.gather(1, row_B[:, None])[:, 0],
+        token_BD=torch.where(place_D <= length_B[:, None], emitted_BD, 0),
+    )
+
+
+def compaction(acceptance: Acceptance, slot_BW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """KV slots ``(source, destination)``, each ``[B, D1]``, that bring the accepted path to the front of its window.
+
+    Place i of the path goes to slot i. Rows are numbered so that a path's row i is never before i, so no destination lies
+    behind its source: gather all sources, then scatter. Places past the path move onto themselves.
+    """
+    places = acceptance.row_BD.shape[1]
+    place_D = torch.arange(places, device=slot_BW.device)
+    destination_BD = slot_BW[:, :places]
+    source_BD = slot_BW.gather(1, acceptance.row_BD)
+    return torch.where(place_D <= acceptance.length_B[:, None], source_BD, destination_BD), destination_BD
+
+
+def accept_reference(
+    token_W: list[int], parent_W: list[int], valid_W: list[bool], target_token_W: list[int], *, max_depth: int
+) -> tuple[list[int], int]:
+    """Rows of the accepted path (root first) and the bonus token of one tree."""
+    path = [0]
+    while len(path) <= max_depth:
+        wanted = target_token_W[path[-1]]
+        children = [
+            row
+            for row, (token, parent, valid) in enumerate(zip(token_W, parent_W, valid_W, strict=True))
+            if valid and row > 0 and parent == path[-1] and token == wanted
+        ]
+        if not children:
+            break
+        path.append(children[0])
+    return path, target_token_W[path[-1]]

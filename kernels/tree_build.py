@@ -1,0 +1,166 @@
+"""Best-first draft trees: the most probable prefixes under the drafter's per-position marginals.
+
+A prefix's score is the sum of its tokens' log-probabilities. The expected number of accepted drafts under the marginals is
+the sum over nodes of exp(score), so the N best prefixes are the best tree of N nodes (Ringel and Romano, arXiv 2604.12989).
+Because extending a prefix, or taking a less probable last token, never raises its score, a prefix's ancestors score at least
+as well as it does: the N best are ancestor-closed, and a depth-synchronous search that keeps the N best of each depth finds
+them.
+
+The *spine* is the greedy chain (the best token at every position). With ``spine=True`` its first min(L, N) nodes are always
+in the tree, so a tree never accepts less than the chain of the same width; the other places go to the most probable prefixes
+that are not spine. Their ancestors are spine nodes or better-scored others, so the tree stays ancestor-closed.
+
+Ties are broken by depth (shallow first), then by the parent's place in its own depth, then by the token's rank: the order of a
+stable sort over (depth, parent place, rank).
+
+``build_tree`` is static-shaped torch without a host synchronisation; ``build_tree_reference`` is the readable heap.
+
+Shapes: B requests, L draft positions, K candidates per position, N nodes, M = N frontier places, W = N + 1 rows.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import Any, NamedTuple
+
+import torch
+
+from sglang_dflash.speculative.tree import DraftTree
+
+NEG_INF = float("-inf")
+
+
+def build_tree(
+    topk_id_BLK: torch.Tensor,
+    topk_logp_BLK: torch.Tensor,
+    bonus_B: torch.Tensor,
+    *,
+    num_nodes: int,
+    spine: bool = True,
+) -> DraftTree:
+    """The best tree of ``num_nodes`` nodes per request.
+
+    Args:
+        topk_id_BLK: int64, the K best tokens of each position, best first.
+        topk_logp_BLK: their log-probabilities, descending.
+        bonus_B: int64, the root's token.
+        num_nodes: nodes beyond the root; rows for which there is no prefix are padding.
+        spine: keep the greedy chain inside.
+
+    Returns:
+        Trees whose rows are the spine first (with ``spine``), then the others by score.
+    """
+    places = _frontier(topk_logp_BLK.float(), num_nodes)
+    order_BN, valid_BN = _choose(places, num_nodes, spine, topk_id_BLK.shape[1])
+    return _assemble(places, order_BN, valid_BN, topk_id_BLK, bonus_B, num_nodes)
+
+
+class _Places(NamedTuple):
+    """Every kept prefix, depth by depth, as flat ``[B, L * M]`` columns."""
+
+    score_BP: torch.Tensor
+    rank_BP: torch.Tensor  # of the prefix's last token at its position
+    parent_BP: torch.Tensor  # flat place of the prefix one shorter; negative at depth 0
+
+
+def _frontier(logp_BLK: torch.Tensor, num_places: int) -> _Places:
+    batch, depths, num_ranks = logp_BLK.shape
+    device = logp_BLK.device
+    score_BM = torch.full((batch, num_places), NEG_INF, device=device)
+    score_BM[:, 0] = 0.0
+    scores, ranks, parents = [], [], []
+    for depth in range(depths):
+        candidate_BC = (score_BM[:, :, None] + logp_BLK[:, depth, None, :]).reshape(batch, -1)
+        candidate_BC, index_BC = candidate_BC.sort(dim=-1, descending=True, stable=True)
+        score_BM = _padded(candidate_BC, num_places, NEG_INF)
+        index_BM = _padded(index_BC, num_places, 0)
+        scores.append(score_BM)
+        ranks.append(index_BM % num_ranks)
+        parents.append(index_BM // num_ranks + (depth - 1) * num_places)
+    return _Places(torch.cat(scores, dim=1), torch.cat(ranks, dim=1), torch.cat(parents, dim=1))
+
+
+def _padded(values_BC: torch.Tensor, count: int, fill: float) -> torch.Tensor:
+    missing = count - values_BC.shape[1]
+    return torch.nn.functional.pad(values_BC, (0, missing), value=fill) if missing > 0 else values_BC[:, :count]
+
+
+def _choose(places: _Places, num_nodes: int, spine: bool, depths: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The flat places of the tree's nodes in row order, and which of them exist."""
+    score_BP = places.score_BP
+    spine_nodes = min(depths, num_nodes) if spine else 0
+    # The greedy chain is the best prefix of each depth, hence place 0 of each depth.
+    spine_S = torch.arange(spine_nodes, device=score_BP.device) * num_nodes
+    # +inf lifts the spine in front of all others; among equals a stable sort keeps depth order.
+    lifted_BP = score_BP.index_fill(1, spine_S, float("inf"))
+    order_BP = lifted_BP.argsort(dim=-1, descending=True, stable=True)
+    order_BN = order_BP[:, :num_nodes]
+    return order_BN, score_BP.gather(1, order_BN) > NEG_INF
+
+
+def _assemble(
+    places: _Places,
+    order_BN: torch.Tensor,
+    valid_BN: torch.Tensor,
+    topk_id_BLK: torch.Tensor,
+    bonus_B: torch.Tensor,
+    num_nodes: int,
+) -> DraftTree:
+    batch = order_BN.shape[0]
+    depth_BN = order_BN // num_nodes
+    rank_BN = places.rank_BP.gather(1, order_BN)
+    token_BN = topk_id_BLK.reshape(batch, -1).gather(1, depth_BN * topk_id_BLK.shape[-1] + rank_BN)
+    # Row of each place: the root stands before place 0, so parents at depth 0 (flat place < 0) read row 0.
+    row_of_place_BP = torch.zeros_like(places.parent_BP)
+    rows_BN = torch.arange(1, num_nodes + 1, device=order_BN.device).expand_as(order_BN)
+    row_of_place_BP = row_of_place_BP.scatter(1, order_BN, rows_BN)
+    parent_place_BN = places.parent_BP.gather(1, order_BN)
+    parent_BN = row_of_place_BP.gather(1, parent_place_BN.clamp_min(0)) * (parent_place_BN >= 0)
+    return DraftTree(
+        token_BW=torch.cat([bonus_B[:, None], token_BN * valid_BN], dim=1),
+        parent_BW=_with_root(parent_BN.masked_fill(~valid_BN, -1), -1),
+        depth_BW=_with_root((depth_BN + 1) * valid_BN, 0),
+        score_BW=_with_root(places.score_BP.gather(1, order_BN).masked_fill(~valid_BN, NEG_INF), 0),
+        valid_BW=_with_root(valid_BN, 1),
+    )
+
+
+def _with_root(values_BN: torch.Tensor, root: int) -> torch.Tensor:
+    return torch.nn.functional.pad(values_BN, (1, 0), value=root)
+
+
+def build_tree_reference(
+    topk_logp_LK: list[list[float]], *, num_nodes: int, spine: bool = True
+) -> list[tuple[tuple[int, ...], float]]:
+    """The nodes of one request's tree in row order, each as (ranks from the root, score): a heap over prefixes.
+
+    Scores are summed in fp32 as ``build_tree`` does, so that ties are the same ties.
+    """
+    depths = len(topk_logp_LK)
+    logp_LK = torch.tensor(topk_logp_LK, dtype=torch.float32).reshape(depths, -1)
+
+    def score(ranks: tuple[int, ...]) -> float:
+        total = torch.zeros((), dtype=torch.float32)
+        for depth, rank in enumerate(ranks):
+            total = total + logp_LK[depth, rank]
+        return float(total)
+
+    def place(ranks: tuple[int, ...]) -> tuple[Any, ...]:
+        return (-score(ranks), place(ranks[:-1]), ranks[-1]) if ranks else ()
+
+    spine_nodes = {(0,) * depth for depth in range(1, min(depths, num_nodes) + 1)} if spine else set()
+    nodes = [(ranks, score(ranks)) for ranks in sorted(spine_nodes, key=len) if score(ranks) > NEG_INF]
+    heap: list[tuple[Any, ...]] = []
+
+    def push(ranks: tuple[int, ...]) -> None:
+        if len(ranks) <= depths and ranks[-1] < logp_LK.shape[1] and score(ranks) > NEG_INF:
+            heapq.heappush(heap, (-score(ranks), len(ranks), place(ranks), ranks))
+
+    push((0,))
+    while heap and len(nodes) < num_nodes:
+        ranks = heapq.heappop(heap)[-1]
+        if ranks not in spine_nodes:
+            nodes.append((ranks, score(ranks)))
+        push((*ranks[:-1], ranks[-1] + 1))
+        push((*ranks, 0))
+    return nodes

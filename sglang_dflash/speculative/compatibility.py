@@ -1,0 +1,205 @@
+"""Does this drafter fit this target, and can our worker serve this configuration? Answered before any weight is loaded.
+
+Pure checks over plain records, so that each refusal is a unit test; ``algorithm.py`` fills the records from SGLang's
+resolved arguments. Every refusal names what was given, what is allowed and what to do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+MIN_WIDTH = 2
+MAX_WIDTH = 65
+DEFAULT_WIDTH = 17
+
+
+class IncompatibleError(ValueError):
+    """The drafter, the target and the flags cannot be served together exactly."""
+
+
+@dataclass(frozen=True)
+class DrafterShape:
+    """What a DFlash checkpoint's config.json says of its target.
+
+    Attributes:
+        target_layer_ids: 0-based target layers whose output is tapped.
+        block_size: rows of a draft block, anchor included; None where the config does not say.
+        fc_inputs: input features of the checkpoint's ``fc`` weight; None where it could not be read.
+    """
+
+    path: str
+    hidden_size: int
+    target_layer_ids: tuple[int, ...] | None
+    mask_token_id: int | None
+    block_size: int | None
+    num_target_layers: int | None = None
+    fc_inputs: int | None = None
+
+
+@dataclass(frozen=True)
+class TargetShape:
+    """The target's sizes; ``num_layers`` counts decoder layers."""
+
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+
+
+def check_drafter(drafter: DrafterShape, target: TargetShape) -> None:
+    """Refuse a drafter that was not trained for a target of this shape.
+
+    Raises:
+        IncompatibleError: hidden size, taps, ``fc`` input, layer count or mask token do not fit.
+    """
+    where = f"Drafter {drafter.path}"
+    if drafter.hidden_size != target.hidden_size:
+        raise IncompatibleError(
+            f"{where} has hidden_size {drafter.hidden_size}, the target {target.hidden_size}; they must be equal, because "
+            "the drafter borrows the target's embedding and head. Use a drafter trained for this target."
+        )
+    _check_taps(where, drafter, target)
+    if drafter.num_target_layers is not None and drafter.num_target_layers != target.num_layers:
+        raise IncompatibleError(
+            f"{where} was trained for a target of {drafter.num_target_layers} layers (num_target_layers); this target has "
+            f"{target.num_layers}. Use a drafter trained for this target."
+        )
+    mask = drafter.mask_token_id
+    if mask is not None and not 0 <= mask < target.vocab_size:
+        raise IncompatibleError(
+            f"{where} has mask_token_id {mask}; allowed are 0 to {target.vocab_size - 1}, the rows of the target's "
+            "embedding. Correct dflash_config.mask_token_id to the id that the drafter was trained with."
+        )
+
+
+def _check_taps(where: str, drafter: DrafterShape, target: TargetShape) -> None:
+    taps = drafter.target_layer_ids
+    if taps is None:
+        raise IncompatibleError(
+            f"{where} has no dflash_config.target_layer_ids. SGLang would guess them, and guesses wrong for most published "
+            "drafters; write the layers that the drafter was trained with into its config.json."
+        )
+    if list(taps) != sorted(set(taps)):
+        raise IncompatibleError(
+            f"{where} has target_layer_ids {list(taps)}; they must be strictly ascending, because SGLang packs taps in "
+            "layer order. Sort them only if the drafter's fc weight was trained in that order."
+        )
+    if taps[0] < 0 or taps[-1] > target.num_layers - 2:
+        raise IncompatibleError(
+            f"{where} has target_layer_ids {list(taps)}; allowed are 0 to {target.num_layers - 2} (0-based layers whose "
+            f"output is tapped; the last of {target.num_layers} layers has nothing behind it that could capture it)."
+        )
+    if drafter.fc_inputs is not None and drafter.fc_inputs != len(taps) * target.hidden_size:
+        raise IncompatibleError(
+            f"{where} has an fc weight with {drafter.fc_inputs} inputs, but {len(taps)} taps of hidden size "
+            f"{target.hidden_size} give {len(taps) * target.hidden_size}. Correct dflash_config.target_layer_ids."
+        )
+
+
+def check_width(width: int) -> None:
+    """Refuse a verify width (tree nodes + 1) that no tree has.
+
+    Raises:
+        IncompatibleError: the width is outside ``MIN_WIDTH`` to ``MAX_WIDTH``.
+    """
+    if not MIN_WIDTH <= width <= MAX_WIDTH:
+        raise IncompatibleError(
+            f"--speculative-num-draft-tokens {width} is not a verify width of DDTREE; allowed are {MIN_WIDTH} to "
+            f"{MAX_WIDTH} (tree nodes + 1; {DEFAULT_WIDTH} is the default)."
+        )
+
+
+def check_block(block: int | None) -> int:
+    """The draft block size (anchor + mask rows), refused when unknown or without a draft position.
+
+    Raises:
+        IncompatibleError: no block size is given anywhere, or it is outside 2 to 64.
+    """
+    if block is None:
+        raise IncompatibleError(
+            "The drafter's config.json has no block_size. Give --speculative-dflash-block-size the size that it was "
+            "trained with."
+        )
+    if not 2 <= block <= 64:
+        raise IncompatibleError(
+            f"A draft block of {block} rows is not supported; allowed are 2 to 64 (the anchor and at least one mask row)."
+        )
+    return block
+
+
+def check_server(cfg: Any, *, backend: str) -> None:
+    """Refuse server flags that our worker cannot serve exactly. ``cfg`` has SGLang's resolved argument names.
+
+    Raises:
+        IncompatibleError: names the flag, its value, the reason and the remedy.
+    """
+    refusals = (
+        ("page_size", cfg.page_size not in (None, 1), "accepted rows move by single slots", "set --page-size 1"),
+        (
+            "speculative_draft_window_size",
+            cfg.speculative_draft_window_size is not None,
+            "the drafter reads its whole context",
+            "remove the flag",
+        ),
+        ("pp_size", cfg.pp_size != 1, "taps would cross pipeline stages", "set --pp-size 1"),
+        ("enable_dp_attention", bool(cfg.enable_dp_attention), "idle ranks are not handled", "remove the flag"),
+        (
+            "enable_mixed_chunk",
+            bool(cfg.enable_mixed_chunk),
+            "prefill and verify rows are not mixed",
+            "remove the flag",
+        ),
+        (
+            "disaggregation_mode",
+            cfg.disaggregation_mode not in (None, "null"),
+            "the drafter's KV is not transferred",
+            "serve prefill and decode in one server",
+        ),
+        (
+            "attention_backend",
+            cfg.attention_backend != backend,
+            "it has no tree mask",
+            f"set --attention-backend {backend}",
+        ),
+    )
+    for field, refused, reason, remedy in refusals:
+        if refused:
+            flag = "--" + field.replace("_", "-")
+            value = getattr(cfg, field)
+            raise IncompatibleError(f"{flag} {value} does not work with this worker: {reason}. To go on: {remedy}.")
+
+
+def refused_request(
+    sampling: Any, *, custom_logit_processor: object | None = None, return_hidden_states: bool = False
+) -> str | None:
+    """Why a request cannot be served exactly, or None. ``sampling`` is SGLang's ``SamplingParams``.
+
+    Greedy and sampled decoding with logit bias, stop conditions and log-probs are exact. What would change the target's
+    choice along a path in ways that this worker does not follow yet is refused rather than approximated.
+    """
+    neutral = {
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "min_new_tokens": 0,
+        "json_schema": None,
+        "regex": None,
+        "ebnf": None,
+        "structural_tag": None,
+        "watermark": None,
+        "beam_width": None,
+        "sampling_seed": None,
+    }
+    given = [
+        f"{name}={getattr(sampling, name)!r}" for name, value in neutral.items() if getattr(sampling, name) != value
+    ]
+    if custom_logit_processor is not None:
+        given.append("custom_logit_processor")
+    if return_hidden_states:
+        given.append("return_hidden_states")
+    if not given:
+        return None
+    return (
+        f"{', '.join(given)} is not served with speculative decoding on this worker yet, because it would have to follow "
+        "every drafted path; remove it, or serve without --speculative-algorithm."
+    )

@@ -1,0 +1,56 @@
+"""The draft tree of one round, for a batch of requests: plain tensors, one row a node.
+
+Row 0 is the root, which carries the bonus token. Parents come before their children. Trees of a batch have one width; a
+request with fewer prefixes than nodes pads with rows that are never valid, attended or accepted.
+
+Shapes: B requests, W rows (width = nodes + 1), L draft positions (block - 1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """A batch of draft trees.
+
+    Attributes:
+        token_BW: int64, the token of each row; the bonus token at row 0.
+        parent_BW: int64, the row of the parent; -1 for the root and for padding.
+        depth_BW: int64, 0 for the root and for padding.
+        score_BW: fp32, log-probability of the prefix that ends in the row; 0 for the root, -inf for padding.
+        valid_BW: bool, False for padding.
+        is_chain: every tree is one branch with row i at depth i. Known when the tree is made, never read from the device.
+    """
+
+    token_BW: torch.Tensor
+    parent_BW: torch.Tensor
+    depth_BW: torch.Tensor
+    score_BW: torch.Tensor
+    valid_BW: torch.Tensor
+    is_chain: bool = False
+
+    @property
+    def batch(self) -> int:
+        return int(self.token_BW.shape[0])
+
+    @property
+    def width(self) -> int:
+        return int(self.token_BW.shape[1])
+
+    @staticmethod
+    def chain(token_BL: torch.Tensor, bonus_B: torch.Tensor) -> DraftTree:
+        """One branch per request: the bonus token, then ``token_BL`` in order. Scores are 0."""
+        token_BW = torch.cat([bonus_B[:, None], token_BL], dim=1)
+        row_BW = torch.arange(token_BW.shape[1], device=token_BW.device).expand_as(token_BW)
+        return DraftTree(
+            token_BW=token_BW,
+            parent_BW=row_BW - 1,
+            depth_BW=row_BW,
+            score_BW=torch.zeros(token_BW.shape, dtype=torch.float32, device=token_BW.device),
+            valid_BW=torch.ones_like(token_BW, dtype=torch.bool),
+            is_chain=True,
+        )

@@ -1,0 +1,222 @@
+"""The worker that serves DDTREE, and DFLASH where SGLang's own worker cannot run: one round, chain and tree alike.
+
+It keeps from SGLang's DFLASH worker what is the same for both (drafter loading, pools, the target prefill, projecting taps
+into the drafter's KV) and replaces the decode round with draft -> tree -> verify -> accept -> commit, each in its own module.
+The verify width is separate from the draft block: ``speculative_num_draft_tokens`` is the width, and
+``speculative_dflash_block_size`` the block. With one branch the tree is the chain: nothing is masked and nothing moves.
+
+Requests that this round cannot serve exactly are refused before they get here (``compatibility.refused_request``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.srt.layers.logprob_processor import compute_spec_logprobs
+from sglang.srt.lora.layers import unwrap_lora_layer
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.runtime_context import get_spec
+from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
+from sglang.srt.speculative.draft_worker_common import make_draft_block_spec_info
+from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
+from sglang.srt.speculative.spec_utils import draft_tp_context
+
+from sglang_dflash.kernels.tree_accept import Acceptance, accept_tree
+from sglang_dflash.kernels.tree_build import build_tree
+from sglang_dflash.options import read_options
+from sglang_dflash.speculative.accept import choose_tokens
+from sglang_dflash.speculative.commit import accepted_index, compact_target_kv, gather_accepted
+from sglang_dflash.speculative.compatibility import IncompatibleError, check_block
+from sglang_dflash.speculative.draft import BlockRows, block_forward_batch, block_rows, draft_candidates
+from sglang_dflash.speculative.tree import DraftTree
+from sglang_dflash.speculative.verify import tree_verify_input
+
+
+@dataclass(frozen=True)
+class _Window:
+    """The KV slots after each request's committed context: ``[requests, max(block, width)]`` int64."""
+
+    slot_BS: torch.Tensor
+    context_len_B: torch.Tensor
+    context_len_cpu_B: torch.Tensor
+
+
+class TreeWorker(DFlashWorkerV2):
+    """Speculative worker for chain (DFLASH) and tree (DDTREE) drafts of a plain DFlash drafter."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self._is_domino or self.selector is not None or self.lilicorr is not None:
+            raise IncompatibleError(
+                "The drafter has a Domino, DFlash2 or LiLiCorr head; this worker serves plain DFlash drafters. Serve it with "
+                "SGLang's own --speculative-algorithm DFLASH on CUDA."
+            )
+        spec = get_spec()
+        self.is_tree = spec.speculative_algorithm == "DDTREE"
+        self.width = int(spec.speculative_num_draft_tokens)
+        self._adopt_block(spec.speculative_dflash_block_size if self.is_tree else self.width)
+        self.num_nodes = self.width - 1
+        self.tree_topk = (read_options().tree_topk or self.num_nodes) if self.is_tree else 1
+        self.max_depth = min(self.num_nodes, self.block_size - 1)
+        self._adopt_draft_dtype()
+
+    def _adopt_block(self, block: int | None) -> None:
+        """Undo the superclass's assumption that the draft block is as wide as the verify."""
+        self.block_size = check_block(int(block) if block is not None else None)
+        self.draft_model.set_block_size(self.block_size)
+        self._draft_block_spec_info = make_draft_block_spec_info(draft_token_num=self.block_size, device=self.device)
+
+    def _adopt_draft_dtype(self) -> None:
+        """The drafter's fused QK-norm-RoPE is a CUDA kernel; elsewhere its torch form serves."""
+        if torch.device(self.device).type == "cpu":
+            for layer in self.draft_model.layers:
+                layer.self_attn.use_table_qk_norm_rope = False
+
+    def forward_batch_generation(
+        self,
+        batch: ScheduleBatch,
+        on_publish: Callable[[torch.Tensor], None] | None = None,
+        grammar_barrier: Any = None,
+        pp_proxy_tensors: Any = None,
+    ) -> GenerationBatchResult:
+        """One scheduler step: SGLang's prefill for an extend batch, one speculative round for a decode batch."""
+        if batch.forward_mode.is_extend() or batch.is_extend_in_batch or batch.forward_mode.is_idle():
+            return super().forward_batch_generation(batch, on_publish, grammar_barrier, pp_proxy_tensors)
+        window = self._window(batch)
+        tree = self._draft_tree(batch, window)
+        logits_output, can_run_cuda_graph = self._verify(batch, tree, window)
+        target_token_BW = choose_tokens(logits_output.next_token_logits, batch.sampling_info, self.width)
+        self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, target_token_BW)
+        acceptance = accept_tree(tree, target_token_BW, max_depth=self.max_depth)
+        commit_len_B = (acceptance.length_B + 1).to(torch.int32)
+        new_seq_lens_B = window.context_len_B + commit_len_B.to(window.context_len_B.dtype)
+        if batch.return_logprob:
+            index_BD = accepted_index(acceptance, self.width)
+            compute_spec_logprobs(batch, logits_output, target_token_BW.reshape(-1), accept_index=index_BD)
+        self._commit(logits_output.hidden_states, tree, acceptance, commit_len_B, window)
+        logits_output.hidden_states = None
+        if on_publish is not None:
+            on_publish(new_seq_lens_B)
+        return GenerationBatchResult(
+            logits_output=logits_output,
+            next_token_ids=acceptance.token_BD.reshape(-1),
+            accept_lens=commit_len_B,
+            can_run_cuda_graph=can_run_cuda_graph,
+            next_draft_input=self._make_next_draft_input_decode(
+                bonus_tokens=acceptance.bonus_B, new_seq_lens=new_seq_lens_B
+            ),
+            speculative_num_draft_tokens=self.width,
+            speculative_output_stride=self.max_depth + 1,
+            new_seq_lens=new_seq_lens_B,
+        )
+
+    def _window(self, batch: ScheduleBatch) -> _Window:
+        size = max(self.block_size, self.width)
+        column_BS = batch.seq_lens[:, None] + torch.arange(size, device=batch.seq_lens.device)
+        req_to_token = self.model_runner.req_to_token_pool.req_to_token
+        context_len_cpu_B = batch.seq_lens_cpu
+        if context_len_cpu_B is None:
+            context_len_cpu_B = batch.spec_info.nxt_kv_lens_cpu
+        return _Window(
+            slot_BS=req_to_token[batch.req_pool_indices[:, None], column_BS].to(torch.int64),
+            context_len_B=batch.seq_lens,
+            context_len_cpu_B=context_len_cpu_B,
+        )
+
+    def _plan(self, batch: ScheduleBatch, window: _Window, slot_BT: torch.Tensor) -> Any:
+        return self.model_runner.kv_index_translator.plan(
+            req_pool_indices=batch.req_pool_indices,
+            seq_lens=window.context_len_B,
+            seq_lens_cpu=window.context_len_cpu_B,
+            write_virtual=slot_BT.reshape(-1),
+            read_extent=slot_BT.shape[1],
+        )
+
+    def _draft_tree(self, batch: ScheduleBatch, window: _Window) -> DraftTree:
+        rows = block_rows(
+            batch.spec_info.bonus_tokens.view(-1),
+            window.context_len_B,
+            window.slot_BS[:, : self.block_size],
+            mask_token_id=self._mask_token_id,
+        )
+        hidden_BTH = self._draft_hidden(batch, window, rows)
+        target_model = self.target_worker.model_runner.model
+        with draft_tp_context(self.draft_parallel_layout):
+            id_TK, logp_TK = draft_candidates(
+                hidden_BTH[:, 1:].reshape(-1, hidden_BTH.shape[-1]),
+                unwrap_lora_layer(target_model.lm_head),
+                top_k=self.tree_topk,
+            )
+        shape = (hidden_BTH.shape[0], self.block_size - 1, id_TK.shape[-1])
+        bonus_B = rows.token_BT[:, 0]
+        if not self.is_tree:
+            return DraftTree.chain(id_TK.view(shape)[:, : self.num_nodes, 0], bonus_B)
+        return build_tree(id_TK.view(shape), logp_TK.view(shape), bonus_B, num_nodes=self.num_nodes)
+
+    def _draft_hidden(self, batch: ScheduleBatch, window: _Window, rows: BlockRows) -> torch.Tensor:
+        """The drafter's final hidden states over the block, ``[requests, block, hidden]``."""
+        embedding_BTH = self.target_worker.model_runner.model.get_input_embeddings()(rows.token_BT)
+        embedding_TH = embedding_BTH.reshape(-1, embedding_BTH.shape[-1]) * self._noise_embed_scale
+        forward_batch = block_forward_batch(
+            rows,
+            embedding_TH=embedding_TH.to(self.draft_model_runner.dtype),
+            req_pool_indices_B=batch.req_pool_indices,
+            context_len_B=window.context_len_B,
+            context_len_cpu_B=window.context_len_cpu_B,
+            spec_info=self._draft_block_spec_info,
+        )
+        self._plan(batch, window, rows.slot_BT).bind(forward_batch, self.draft_model_runner.kv_index_translator)
+        with torch.inference_mode(), draft_tp_context(self.draft_parallel_layout):
+            output = self.draft_model_runner.forward(forward_batch).logits_output
+        return output.hidden_states.view(*rows.token_BT.shape, -1)
+
+    def _verify(self, batch: ScheduleBatch, tree: DraftTree, window: _Window) -> tuple[Any, bool]:
+        """The target's logits and taps for every row of the trees."""
+        slot_BW = window.slot_BS[:, : self.width]
+        verify_input = tree_verify_input(tree, window.context_len_B)
+        verify_input.kv_loc_plan = self._plan(batch, window, slot_BW)
+        batch.out_cache_loc = slot_BW.reshape(-1)
+        kept = batch.seq_lens_cpu, batch.seq_lens_sum
+        batch.seq_lens_cpu = window.context_len_cpu_B + self.width
+        batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
+        forward_batch, _ = verify_input.prepare_for_verify(batch, self.target_worker)
+        batch.seq_lens_cpu, batch.seq_lens_sum = kept
+        output = self.target_worker.forward_batch_generation(
+            batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True
+        )
+        logits_output = output.logits_output
+        processor = self._target_logits_processor
+        if processor is not None and processor.is_deferred_shard(logits_output.next_token_logits):
+            logits_output.next_token_logits = processor.finish_deferred_gather(logits_output.next_token_logits)
+        return logits_output, output.can_run_cuda_graph
+
+    def _commit(
+        self,
+        hidden_TF: torch.Tensor,
+        tree: DraftTree,
+        acceptance: Acceptance,
+        commit_len_B: torch.Tensor,
+        window: _Window,
+    ) -> None:
+        if not tree.is_chain:
+            compact_target_kv(self.model_runner.token_to_kv_pool, acceptance, window.slot_BS[:, : self.width])
+        depth = self.max_depth + 1
+        slot_BD = window.slot_BS[:, :depth].contiguous()
+        position_BD = window.context_len_B[:, None].to(torch.int64) + torch.arange(depth, device=slot_BD.device)
+        self._append_target_hidden_to_draft_kv_by_loc(
+            target_hidden=gather_accepted(hidden_TF, acceptance, self.width),
+            cache_loc=slot_BD.reshape(-1),
+            cache_loc_2d=slot_BD,
+            positions=position_BD.reshape(-1),
+            commit_lens=commit_len_B,
+        )
+
+    def _append_target_hidden_to_draft_kv_by_loc(self, *, target_hidden: torch.Tensor, **kwargs: Any) -> None:
+        # The drafter may be loaded in another dtype than the target computes in.
+        super()._append_target_hidden_to_draft_kv_by_loc(
+            target_hidden=target_hidden.to(self.draft_model.fc.weight.dtype), **kwargs
+        )
