@@ -1,0 +1,57 @@
+"""The functions behind the hooks that ``contract.py`` lists. One hook, one function; each says only what it changes.
+
+Imported when SGLang loads the plugin; heavy modules are imported inside the functions, when they first run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def after_handle_dflash(result: Any, server_args: Any) -> None:
+    """Refuse a drafter that does not fit, in the launcher, before weights load."""
+    from sglang_dflash.speculative.algorithm import check_startup
+
+    check_startup(server_args)
+
+
+def after_validate_request(result: str | None, req: Any, enable_overlap: bool) -> str | None:
+    """Refuse what our worker cannot serve exactly; the message becomes the response's error."""
+    if result is not None:
+        return result
+    from sglang.srt.runtime_context import get_spec
+
+    from sglang_dflash.speculative.algorithm import served_by_our_worker
+    from sglang_dflash.speculative.compatibility import refused_request
+
+    if not served_by_our_worker(get_spec().speculative_algorithm):
+        return None
+    return refused_request(
+        req.sampling_params,
+        custom_logit_processor=req.custom_logit_processor,
+        return_hidden_states=req.return_hidden_states,
+    )
+
+
+def before_decode_reservation(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Reserve KV for the wider of draft block and verify; SGLang reserves for the verify alone."""
+    kwargs["reserve"] = max(kwargs["reserve"], _round_reserve())
+    return args, kwargs
+
+
+def after_extra_context_len(extra: int) -> int:
+    """Make rows of the request table long enough for the whole reservation of a request at the context limit."""
+    from sglang.srt.mem_cache.allocation_sizing import get_alloc_page_size
+
+    reserve = _round_reserve()
+    return max(extra, reserve + get_alloc_page_size() - 1) if reserve else extra
+
+
+def _round_reserve() -> int:
+    """KV rows that a DFLASH or DDTREE request may hold beyond its committed length (twice a round: the host lags by one)."""
+    from sglang.srt.runtime_context import get_spec
+
+    from sglang_dflash.speculative.algorithm import round_rows
+
+    spec = get_spec()
+    return 2 * round_rows(spec) if spec.speculative_algorithm in ("DFLASH", "DDTREE") else 0
