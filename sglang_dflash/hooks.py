@@ -15,6 +15,16 @@ def after_handle_dflash(result: Any, server_args: Any) -> None:
     check_startup(server_args)
 
 
+def after_handle_capture(result: Any, server_args: Any) -> None:
+    """Refuse a dump that these flags cannot make, in the launcher."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    from sglang_dflash.dump.hook import check_dump_flags
+    from sglang_dflash.options import read_options
+
+    check_dump_flags(resolving_view(server_args), read_options())
+
+
 def after_validate_request(result: str | None, req: Any, enable_overlap: bool) -> str | None:
     """Refuse what our worker cannot serve exactly; the message becomes the response's error."""
     if result is not None:
