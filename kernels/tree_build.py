@@ -70,7 +70,7 @@ def _frontier(logp_BLK: torch.Tensor, num_places: int) -> _Places:
     score_BM[:, 0] = 0.0
     scores, ranks, parents = [], [], []
     for depth in range(depths):
-        candidate_BC = (score_BM[:, :, None] + logp_BLK[:, depth, None, :]).reshape(batch, -1)
+        candidate_BC = (score_BM[:, :, None] + logp_BLK[:, depth, None, :]).flatten(1)
         candidate_BC, index_BC = candidate_BC.sort(dim=-1, descending=True, stable=True)
         score_BM = _padded(candidate_BC, num_places, NEG_INF)
         index_BM = _padded(index_BC, num_places, 0)
@@ -90,9 +90,10 @@ def _choose(places: _Places, num_nodes: int, spine: bool, depths: int) -> tuple[
     score_BP = places.score_BP
     spine_nodes = min(depths, num_nodes) if spine else 0
     # The greedy chain is the best prefix of each depth, hence place 0 of each depth.
-    spine_S = torch.arange(spine_nodes, device=score_BP.device) * num_nodes
-    # +inf lifts the spine in front of all others; among equals a stable sort keeps depth order.
-    lifted_BP = score_BP.index_fill(1, spine_S, float("inf"))
+    place_P = torch.arange(score_BP.shape[1], device=score_BP.device)
+    spine_P = (place_P % num_nodes == 0) & (place_P < spine_nodes * num_nodes)
+    # +inf lifts the spine, as far as it is possible at all, in front of all others; a stable sort keeps its depth order.
+    lifted_BP = torch.where(spine_P & (score_BP > NEG_INF), float("inf"), score_BP)
     order_BP = lifted_BP.argsort(dim=-1, descending=True, stable=True)
     order_BN = order_BP[:, :num_nodes]
     return order_BN, score_BP.gather(1, order_BN) > NEG_INF
@@ -106,10 +107,9 @@ def _assemble(
     bonus_B: torch.Tensor,
     num_nodes: int,
 ) -> DraftTree:
-    batch = order_BN.shape[0]
     depth_BN = order_BN // num_nodes
     rank_BN = places.rank_BP.gather(1, order_BN)
-    token_BN = topk_id_BLK.reshape(batch, -1).gather(1, depth_BN * topk_id_BLK.shape[-1] + rank_BN)
+    token_BN = topk_id_BLK.flatten(1).gather(1, depth_BN * topk_id_BLK.shape[-1] + rank_BN)
     # Row of each place: the root stands before place 0, so parents at depth 0 (flat place < 0) read row 0.
     row_of_place_BP = torch.zeros_like(places.parent_BP)
     rows_BN = torch.arange(1, num_nodes + 1, device=order_BN.device).expand_as(order_BN)

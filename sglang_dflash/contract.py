@@ -266,7 +266,7 @@ def check_symbol(symbol: Symbol) -> str:
     """What is wrong with one name, or an empty string."""
     try:
         value: Any = pkgutil.resolve_name(symbol.path)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # noqa: BLE001 - a broken upstream import may raise anything, and SGLang would swallow it
         return f"not found ({error})"
     if not symbol.parameters:
         return ""

@@ -65,7 +65,10 @@ def _choice(*allowed: str) -> Callable[[str], str]:
 
 
 def _directory(text: str) -> Path:
-    path = Path(text).expanduser()
+    try:
+        path = Path(text).expanduser()
+    except RuntimeError:  # a home directory that does not exist
+        path = Path(text)
     if not path.is_absolute():
         raise ValueError("an absolute path (each server process resolves a relative one from its own directory)")
     return path

@@ -1,46 +1,74 @@
 """What a run needs to go on where it stopped: drafter, optimiser and step, written whole or not at all.
 
-Randomness is not stored: every draw is seeded by the step (``data.batches``), so the step is enough.
+A checkpoint is a folder ``checkpoint-STEP`` with the drafter in safetensors and the rest in a file that torch loads with
+``weights_only``. It is written under another name and renamed when it is on the disk; older ones go afterwards. Randomness is not
+stored: every draw is seeded by the step (``data.stream``), so the step is enough.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
-CHECKPOINT = "checkpoint.pt"
+PREFIX = "checkpoint-"
+MODEL = "model.safetensors"
+STATE = "state.pt"
 
 
 class CheckpointError(ValueError):
     """There is no checkpoint to resume from, or it is of another run."""
 
 
+def find(folder: Path) -> Path | None:
+    """The newest checkpoint in an output folder."""
+    found = [path for path in folder.glob(PREFIX + "*") if path.name.removeprefix(PREFIX).isdigit()]
+    return max(found, key=lambda path: int(path.name.removeprefix(PREFIX)), default=None)
+
+
+def clear(folder: Path, *, keep: Path | None = None) -> None:
+    """Remove an output folder's checkpoints, and what an interrupted ``save`` left."""
+    for path in folder.glob(PREFIX + "*"):
+        if path != keep:
+            shutil.rmtree(path)
+
+
 def save(
     folder: Path, *, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, config: dict[str, Any]
-) -> None:
-    """Write the checkpoint atomically."""
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "config": config}
-    temporary = folder / (CHECKPOINT + ".tmp")
-    with temporary.open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(folder / CHECKPOINT)
+) -> Path:
+    """Write a checkpoint atomically, then remove the ones before it."""
+    final = folder / f"{PREFIX}{step}"
+    temporary = folder / f"{PREFIX}{step}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, temporary / MODEL)
+    torch.save({"optimizer": optimizer.state_dict(), "step": step, "config": config}, temporary / STATE)
+    for path in (temporary / MODEL, temporary / STATE, temporary):
+        sync(path)
+    if final.exists():
+        # The same step of the same run: nothing would be gained by replacing it.
+        shutil.rmtree(temporary)
+    else:
+        temporary.rename(final)
+        sync(folder)
+    clear(folder, keep=final)
+    return final
 
 
 def load(folder: Path, *, model: torch.nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> int:
-    """Restore a run; returns the step to go on with.
+    """Restore a run from an output folder's newest checkpoint; returns the steps that it has behind it.
 
     Raises:
         CheckpointError: no checkpoint, or another configuration wrote it; names the keys that differ.
     """
-    path = folder / CHECKPOINT
-    if not path.is_file():
-        raise CheckpointError(f"loop.resume=true, but {path} does not exist. Start without it.")
-    state = torch.load(path, map_location="cpu", weights_only=True)
+    path = find(folder)
+    if path is None:
+        raise CheckpointError(f"loop.resume=true, but {folder} holds no checkpoint. Start without it.")
+    state = torch.load(path / STATE, map_location="cpu", weights_only=True)
     differing = sorted(
         key for key in config.keys() | state["config"].keys() if config.get(key) != state["config"].get(key)
     )
@@ -49,6 +77,15 @@ def load(folder: Path, *, model: torch.nn.Module, optimizer: torch.optim.Optimiz
         raise CheckpointError(
             f"{path} was written by another run ({changes}). Use its values, or another output folder."
         )
-    model.load_state_dict(state["model"])
+    model.load_state_dict(load_file(path / MODEL))
     optimizer.load_state_dict(state["optimizer"])
     return int(state["step"])
+
+
+def sync(path: Path) -> None:
+    """Put a file, or a folder's list of names, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -87,7 +87,8 @@ class DDTreeAlgorithm(CustomSpecAlgo):
                 f"probable prefixes. Limit the candidates per position with {PREFIX}TREE_TOPK."
             )
         drafter = read_drafter(cfg, "DDTREE")
-        block = check_block(cfg.speculative_dflash_block_size or drafter.block_size)
+        given = cfg.speculative_dflash_block_size
+        block = check_block(drafter.block_size if given is None else int(given))
         # SGLang's DFLASH checks take the block as the width; the width of a tree is declared after them.
         declare_resolution(record, SOURCE, speculative_num_draft_tokens=block, speculative_dflash_block_size=block)
         _handle_dflash(record)

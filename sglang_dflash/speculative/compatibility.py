@@ -74,7 +74,7 @@ def check_drafter(drafter: DrafterShape, target: TargetShape) -> None:
 
 def _check_taps(where: str, drafter: DrafterShape, target: TargetShape) -> None:
     taps = drafter.target_layer_ids
-    if taps is None:
+    if not taps:
         raise IncompatibleError(
             f"{where} has no dflash_config.target_layer_ids. SGLang would guess them, and guesses wrong for most published "
             "drafters; write the layers that the drafter was trained with into its config.json."
