@@ -21,6 +21,7 @@ from tqdm import tqdm
 from sglang_dflash.dump.generate import post
 
 LOG_TAIL_LINES = 30
+STOP_SECONDS = 15
 
 
 class ServerStartError(RuntimeError):
@@ -112,23 +113,22 @@ class Server:
     def post(self, path: str, payload: dict[str, Any]) -> Any:
         return post(self.url, path, payload)
 
-    def get(self, path: str) -> Any:
-        import json
-
-        with urllib.request.urlopen(self.url + path, timeout=60) as response:
-            return json.load(response)
+    def post_text(self, path: str) -> str:
+        """POST nothing to an endpoint that answers in words; an error status raises ``urllib.error.HTTPError``."""
+        request = urllib.request.Request(self.url + path, b"", method="POST")
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return str(response.read().decode())
 
     def stop(self) -> None:
         """End the server and its subprocesses: politely, then not."""
         if self._process is None:
             return
-        for number, patience in ((signal.SIGTERM, 15), (signal.SIGKILL, 15)):
+        for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(patience)
-                if number == signal.SIGKILL or not _group_alive(self._process.pid):
-                    break
+            deadline = time.monotonic() + STOP_SECONDS
+            while _group_alive(self._process) and time.monotonic() < deadline:
+                time.sleep(0.1)
         self._process = None
 
     def __exit__(
@@ -137,9 +137,11 @@ class Server:
         self.stop()
 
 
-def _group_alive(group: int) -> bool:
+def _group_alive(leader: subprocess.Popen[bytes]) -> bool:
+    """Whether any process that the leader started is still there."""
+    leader.poll()
     try:
-        os.killpg(group, 0)
+        os.killpg(leader.pid, 0)
     except ProcessLookupError:
         return False
     return True

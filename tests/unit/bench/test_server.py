@@ -24,7 +24,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.answer({"path": self.path})
 
     def do_POST(self):
-        self.answer({"got": json.loads(self.rfile.read(int(self.headers["Content-Length"])))})
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.answer({"got": json.loads(body) if body else None})
 
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
@@ -72,7 +73,7 @@ def test_the_command_is_sglangs_launcher(tmp_path: Path) -> None:
 def test_starts_answers_and_stops_with_its_children(make: Callable[..., Server]) -> None:
     with make(ANSWERING, env={"MARK": "seen"}) as server:
         assert server.healthy()
-        assert server.get("/server_info") == {"path": "/server_info"}
+        assert server.post_text("/flush_cache") == '{"got": null}'
         assert server.post("/generate", {"rid": "a"}) == {"got": {"rid": "a"}}
         assert "mark seen" in server.log.read_text()
         numbers = pids(server)
