@@ -4,6 +4,8 @@ The table maps a KV slot to the prefix hash of the token that was written there.
 cache, or whose prompt is prefilled in chunks, continues the hash of the slot before its first row, so nothing has to be known
 of the scheduler. A slot that this dump never saw written gives an unknown parent, which the reader reports as missing rows.
 
+Rows of a request that has not grown for a second are written, so a kill loses at most the last second or two.
+
 The forward waits when the queue is full. When the thread dies (a full disk, say), the error is logged once, the dump stops,
 and the server goes on serving.
 """
@@ -60,6 +62,7 @@ class _Run:
     first: RequestRows
     parent: bytes
     pieces: list[RequestRows] = field(default_factory=list)
+    touched: float = 0.0
 
     @property
     def end(self) -> int:
@@ -109,6 +112,7 @@ class RowAssembler:
         if run is None:
             run = self._runs[rows.rid] = _Run(rows, parent)
         run.pieces.append(rows)
+        run.touched = time.monotonic()
         if rows.kind == Kind.PREFILL or run.end - run.first.start >= RUN_ROWS:
             self._write(rows.rid)
 
@@ -140,9 +144,10 @@ class RowAssembler:
         if run is not None:
             self._writer.append(run.record())
 
-    def flush(self) -> None:
-        """Write every incomplete run."""
-        for rid in list(self._runs):
+    def flush(self, *, idle_seconds: float = 0.0) -> None:
+        """Write every incomplete run that has not grown for ``idle_seconds``: its request has ended, or waits."""
+        latest = time.monotonic() - idle_seconds
+        for rid in [rid for rid, run in self._runs.items() if run.touched <= latest]:
             self._write(rid)
 
     def close(self) -> None:
@@ -175,22 +180,21 @@ class AsyncWriter:
                 self._changed.notify_all()
 
     def _run(self) -> None:
-        last = time.monotonic()
+        flushed = time.monotonic()
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._closed, timeout=IDLE_SECONDS)
+                self._changed.wait_for(lambda: self._queue or self._closed, timeout=IDLE_SECONDS / 2)
                 batch = self._queue[0] if self._queue else None
                 closing = self._closed and batch is None
             try:
                 if closing:
                     self._assembler.close()
                     return
-                if batch is not None:
-                    last = time.monotonic()
-                    for rows in batch:
-                        self._assembler.add(rows)
-                elif time.monotonic() - last >= IDLE_SECONDS:
-                    self._assembler.flush()
+                for rows in batch or ():
+                    self._assembler.add(rows)
+                if time.monotonic() - flushed >= IDLE_SECONDS / 2:
+                    self._assembler.flush(idle_seconds=IDLE_SECONDS)
+                    flushed = time.monotonic()
             except Exception as error:  # noqa: BLE001 - whatever it is, the server must go on serving
                 self._fail(error)
                 return
