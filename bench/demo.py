@@ -88,6 +88,7 @@ def _dump(folder: Path, target: Path, prompts: list[Prompt]) -> None:
     from transformers import AutoTokenizer
 
     from sglang_dflash.dump.reader import DumpReader
+    from sglang_dflash.dump.record import DumpError
 
     flags = [
         "--speculative-algorithm",
@@ -98,7 +99,7 @@ def _dump(folder: Path, target: Path, prompts: list[Prompt]) -> None:
     flags += [str(layer) for layer in LAYER_IDS]
     env = {"SGLANG_DFLASH_PLUGIN_DUMP_DIR": str(folder.resolve())}
     with Server(target, flags, log=folder.parent / "dump-server.log", env=env, label="start the server") as server:
-        generate(
+        answers = generate(
             prompts,
             url=server.url,
             tokenizer=AutoTokenizer.from_pretrained(target),
@@ -108,10 +109,14 @@ def _dump(folder: Path, target: Path, prompts: list[Prompt]) -> None:
         )
         # The writer closes a request's last rows when it has been idle for a second.
         time.sleep(3)
-    report = DumpReader(folder).verify()
+    reader = DumpReader(folder)
+    report = reader.verify()
     print(f"    {report.rows} rows of {report.samples} requests on disk")
-    if not report.ok:
-        raise RuntimeError("The dump is not whole: " + "; ".join(report.problems))
+    length = {ref.rid: ref.length for ref in reader.samples()}
+    # The last token of an answer need not have been computed with: nothing came after it.
+    short = [a.id for a in answers if length.get(a.id, 0) < len(a.input_ids) + len(a.output_ids) - 1]
+    if short or not report.ok:
+        raise DumpError(f"The dump is not whole. Cut short: {short}. Damaged or missing: {list(report.problems)}.")
 
 
 def _train(folder: Path, target: Path, dump: Path) -> None:

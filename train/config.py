@@ -143,7 +143,7 @@ class LoopConfig(_Section):
 
 
 class OutputConfig(_Section):
-    """What the run leaves behind; ``output=FOLDER`` is short for ``output.folder=FOLDER``.
+    """What the run leaves behind. In a file or argument, ``output=FOLDER`` is short for ``output.folder=FOLDER``.
 
     Attributes:
         folder: receives the drafter, the checkpoint and metrics.jsonl.
@@ -152,11 +152,6 @@ class OutputConfig(_Section):
 
     folder: Path
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _folder_alone(cls, value: Any) -> Any:
-        return {"folder": value} if isinstance(value, str | Path) else value
 
 
 class TrainConfig(_Section):
@@ -191,6 +186,10 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Trai
             raise ConfigError(f"{path} cannot be read as YAML: {error}") from error
         if not isinstance(data, dict):
             raise ConfigError(f"{path} must be a mapping of sections ({', '.join(TrainConfig.model_fields)}).")
+    # A section without keys, as when all of them are commented out, reads as None.
+    data = {section: {} if keys is None else keys for section, keys in data.items()}
+    if isinstance(data.get("output"), str):
+        data["output"] = {"folder": data["output"]}
     for override in overrides:
         _apply(data, override)
     try:
@@ -202,7 +201,7 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Trai
 
 def _apply(data: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
-    *sections, name = key.split(".")
+    *sections, name = ("output.folder" if key == "output" else key).split(".")
     if not separator or not all([*sections, name]):
         raise ConfigError(f"{override!r} is not section.key=value (for example optim.lr=3e-4).")
     try:

@@ -25,8 +25,8 @@ from sglang_dflash.dump.record import DumpError
 
 logger = logging.getLogger(__name__)
 
-# Requests of this many batches are sorted by length among themselves: little padding, and yet other neighbours every epoch.
-SORTED_BATCHES = 8
+# Batches are made of requests of similar length, for little padding; this share of noise gives other neighbours every epoch.
+LENGTH_NOISE = 0.25
 NAMED_IN_ERROR = 5
 
 
@@ -164,19 +164,15 @@ def epoch_groups(
         tokens_per_batch: bound on rows times requests of a batch, padding included; a longer request is a batch of its own.
     """
     generator = stream(seed, epoch, "order")
-    shuffled = torch.randperm(len(lengths), generator=generator).tolist()
-    window = SORTED_BATCHES * samples_per_batch
+    noise = torch.rand(len(lengths), generator=generator).tolist()
     groups: list[list[int]] = []
-    for start in range(0, len(shuffled), window):
-        group: list[int] = []
-        for index in sorted(shuffled[start : start + window], key=lengths.__getitem__):
-            # Ascending, so that the newcomer is the longest.
-            if len(group) == samples_per_batch or lengths[index] * (len(group) + 1) > tokens_per_batch:
-                groups.append(group)
-                group = []
-            group.append(index)
-        groups.append(group)
-    groups = [group for group in groups if group]
+    longest = 0
+    for index in sorted(range(len(lengths)), key=lambda i: lengths[i] * (1 + LENGTH_NOISE * noise[i])):
+        longest = max(longest, lengths[index])
+        if not groups or len(groups[-1]) == samples_per_batch or longest * (len(groups[-1]) + 1) > tokens_per_batch:
+            groups.append([])
+            longest = lengths[index]
+        groups[-1].append(index)
     return [groups[i] for i in torch.randperm(len(groups), generator=generator).tolist()]
 
 

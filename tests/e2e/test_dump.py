@@ -41,3 +41,10 @@ def test_rows_equal_a_reference_forward(dumped: Dumped, target: Path) -> None:
             wanted = torch.cat([states[layer + 1][0] for layer in LAYER_IDS], dim=-1)
             error = (wanted - sample.hidden).abs().max() / wanted.abs().max()
             assert error < RELATIVE_NOISE, f"{rid}: {error:.1e}"
+
+
+def test_no_answer_is_cut_short(dumped: Dumped) -> None:
+    length = {ref.rid: ref.length for ref in DumpReader(dumped.folder).samples()}
+    for answer in dumped.answers:
+        # The last token need not have been computed with: nothing came after it.
+        assert length[f"first-{answer.id}"] >= len(answer.input_ids) + len(answer.output_ids) - 1
