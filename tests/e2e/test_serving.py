@@ -65,12 +65,13 @@ def test_drafts_are_accepted_and_counted(arm: ArmServer) -> None:
 
 def test_one_branch_is_the_chain(arm: ArmServer) -> None:
     ids = {answer.id: answer.output_ids for answer in arm.answers}
-    steps = {answer.id: answer.meta_info["spec_verify_ct"] for answer in arm.answers}
     if arm.name == "DFLASH":
-        _CHAIN.update({identity: [steps[identity], *tokens] for identity, tokens in ids.items()})
+        _CHAIN.update(ids)
         assert len(_CHAIN) == len(arm.answers)
     elif arm.name == "one branch":
-        assert {identity: [steps[identity], *tokens] for identity, tokens in ids.items()} == _CHAIN
+        assert ids == _CHAIN
+    else:
+        pytest.skip("compares the two chains")
 
 
 @unproven
