@@ -50,9 +50,13 @@ class FakeReader:
 
 
 def _samples(count: int, *, seed: int = 0) -> list[FakeSample]:
-    """Requests whose every token follows from the one before it: t -> 5 t + 3 (mod 47)."""
+    """Requests whose every token follows from the one before it: t -> 5 t + 3 (mod 47).
+
+    As in a real residual stream, features differ in size by orders of magnitude.
+    """
     generator = torch.Generator().manual_seed(seed)
-    feature_VF = torch.randn(VOCAB, len(TAPS) * HIDDEN, generator=generator)
+    size_F = torch.logspace(-1, 3, len(TAPS) * HIDDEN)
+    feature_VF = torch.randn(VOCAB, len(TAPS) * HIDDEN, generator=generator) * size_F
     samples = []
     for number in range(count):
         length = int(torch.randint(12, 24, (1,), generator=generator))

@@ -68,6 +68,25 @@ def test_the_export_is_what_was_measured(configure: Configure, make_samples: Mak
     assert load_drafter(train(wide, reader=reader, progress=False).drafter).fc.weight.dtype == torch.float32
 
 
+def test_the_export_drafts_what_was_trained(
+    configure: Configure, make_samples: Make, make_reader: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Serving gives raw taps: the scale that training put before fc must be in the exported weights."""
+    samples, trained = make_samples(8), []
+    real_save = loop._save
+
+    def save_and_draft(run: Any, step: int) -> None:
+        real_save(run, step)
+        trained.append(run.drafter.context(samples[0].hidden[None]))
+
+    monkeypatch.setattr(loop, "_save", save_and_draft)
+    result = train(configure("loop.epochs=2"), reader=make_reader(samples), progress=False)
+    served = load_drafter(result.drafter).context(samples[0].hidden[None])
+    for ours, theirs in zip(trained[-1], served, strict=True):
+        # fp32; the scale multiplies the taps on one side and the weights on the other.
+        torch.testing.assert_close(theirs, ours, rtol=1e-3, atol=1e-4)
+
+
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
     configure: Configure, make_samples: Make, make_reader: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

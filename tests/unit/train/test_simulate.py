@@ -92,17 +92,22 @@ def test_a_tree_finds_second_choices(make_samples: Make) -> None:
 
 
 @pytest.mark.parametrize("num_nodes", [None, 6])
-def test_requests_do_not_mix(num_nodes: int | None, make_samples: Make, make_drafter: Callable[..., Drafter]) -> None:
+def test_requests_do_not_mix(num_nodes: int | None, make_sample: Make, make_drafter: Callable[..., Drafter]) -> None:
     """A real drafter accepts for a batch what it accepts request by request."""
-    samples, drafter = make_samples(9), make_drafter()
+    drafter = make_drafter()
     generator = torch.Generator().manual_seed(0)
-    embedding_VH = torch.randn(VOCAB, drafter.config.hidden_size, generator=generator)
-    # A small head makes some drafts right by chance.
-    head_VH = torch.randn(VOCAB, drafter.config.hidden_size, generator=generator)
+    samples = []
+    for number in range(9):
+        # Three tokens alone, and a head that hardly knows others: an untrained drafter is right now and then.
+        token_T = torch.randint(3, (12 + number,), generator=generator)
+        taps_TF = torch.randn(len(token_T), drafter.fc.in_features, generator=generator)
+        samples.append(make_sample(f"r{number}", token_T, taps_TF, 4))
+    embedding_VH, head_VH = (torch.randn(VOCAB, drafter.config.hidden_size, generator=generator) for _ in range(2))
+    head_VH[3:] *= 1e-3
     together = simulate(drafter, samples, embedding_VH, head_VH, num_nodes=num_nodes)
     alone = [simulate(drafter, [s], embedding_VH, head_VH, num_nodes=num_nodes).steps_by_accepted for s in samples]
     assert list(together.steps_by_accepted) == [sum(column) for column in zip(*alone, strict=True)]
-    assert together.accepted_drafts > 0
+    assert sum(steps > 0 for steps in together.steps_by_accepted) > 2, "several lengths of acceptance occur"
 
 
 def test_nothing_to_replay() -> None:
