@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from sglang_dflash.bench.server import Server
-from sglang_dflash.dump.generate import Generation, Prompt, generate, load_prompts
+from sglang_dflash.dump.generate import Generation, Prompt, generate, load_prompts, render
+from sglang_dflash.files import write_text
 
 WARM_UP_PROMPTS = 2
 
@@ -156,8 +157,6 @@ def find_differences(
 
 
 def _logit_gap(server: Server, prompt: Prompt, common: list[int], tokenizer: Any) -> float | None:
-    from sglang_dflash.dump.generate import render
-
     reply = server.post(
         "/generate",
         {
@@ -247,15 +246,9 @@ def compare_arms(
     where = environment()
     text = table(results) + "\n\nMeasured with " + ", ".join(f"{key} {value}" for key, value in where.items()) + ".\n"
     rows = [{**asdict(r), "tau": r.tau, "tokens_per_second": r.tokens_per_second} for r in results]
-    _write(output / "compare.json", json.dumps({"environment": where, "results": rows}, indent=1) + "\n")
-    _write(output / "compare.md", text)
+    write_text(output / "compare.json", json.dumps({"environment": where, "results": rows}, indent=1) + "\n")
+    write_text(output / "compare.md", text)
     return text
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_suffix(path.suffix + ".tmp")
-    temporary.write_text(text)
-    temporary.rename(path)
 
 
 def run_compare(

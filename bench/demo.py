@@ -18,6 +18,7 @@ import sglang_dflash.models
 from sglang_dflash.bench.compare import compare_arms
 from sglang_dflash.bench.server import Server
 from sglang_dflash.dump.generate import Prompt, generate, load_prompts
+from sglang_dflash.files import write_text
 from sglang_dflash.models.smollm2 import prepare_target
 
 LAYER_IDS = (1, 8, 14, 21, 27)
@@ -80,7 +81,7 @@ def _step(folder: Path, inputs: dict[str, Any], make: Callable[[Path], None]) ->
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
     make(folder)
-    mark.write_text(wanted)
+    write_text(mark, wanted)
     return folder
 
 

@@ -7,13 +7,14 @@ stored: every draw is seeded by the step (``data.stream``), so the step is enoug
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+
+from sglang_dflash.files import sync
 
 PREFIX = "checkpoint-"
 MODEL = "model.safetensors"
@@ -80,12 +81,3 @@ def load(folder: Path, *, model: torch.nn.Module, optimizer: torch.optim.Optimiz
     model.load_state_dict(load_file(path / MODEL))
     optimizer.load_state_dict(state["optimizer"])
     return int(state["step"])
-
-
-def sync(path: Path) -> None:
-    """Put a file, or a folder's list of names, on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

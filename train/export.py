@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from sglang_dflash.train.checkpoint import sync
+from sglang_dflash.files import sync
 from sglang_dflash.train.config import YarnConfig
 from sglang_dflash.train.model import Drafter, DrafterConfig
 

@@ -22,7 +22,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class _RequestSpan:
     start: int
     stop: int
     slots_S: torch.Tensor
-    tree_mask_RR: torch.Tensor | None
+    tree_mask_RS: torch.Tensor | None
 
 
 def block_mask(num_keys: int, num_rows: int, *, causal: bool, window: int, device: torch.device) -> torch.Tensor | None:
@@ -124,7 +124,9 @@ class TorchAttentionBackend(AttentionBackend):
                     start=start,
                     stop=start + num_rows,
                     slots_S=row_of_pool[: num_context + num_rows].to(torch.int64),
-                    tree_mask_RR=None if tree_mask_BWW is None else tree_mask_BWW[index],
+                    tree_mask_RS=None
+                    if tree_mask_BWW is None
+                    else pad(tree_mask_BWW[index], (num_context, 0), value=True),
                 )
             )
             start += num_rows
@@ -172,14 +174,12 @@ class TorchAttentionBackend(AttentionBackend):
     forward_decode = forward_extend
 
     def _mask(self, span: _RequestSpan, layer: RadixAttention) -> torch.Tensor | None:
-        num_keys, num_rows = len(span.slots_S), span.stop - span.start
         window = -1 if layer.sliding_window_size is None else layer.sliding_window_size
-        if span.tree_mask_RR is not None:
-            mask_RS = torch.ones((num_rows, num_keys), dtype=torch.bool, device=self.device)
-            mask_RS[:, num_keys - num_rows :] = span.tree_mask_RR
+        if span.tree_mask_RS is not None:
             if window >= 0:
                 raise NotImplementedError("dflash_torch has no tree mask with a sliding window.")
-            return mask_RS
+            return span.tree_mask_RS
+        num_keys, num_rows = len(span.slots_S), span.stop - span.start
         causal = layer.attn_type != AttentionType.ENCODER_ONLY and not layer.is_cross_attention
         key = (num_keys, num_rows, causal, window)
         if key not in self._masks:

@@ -13,6 +13,7 @@ import logging
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -35,6 +36,7 @@ from sglang_dflash.dump.record import (
     encode,
     segment_header,
 )
+from sglang_dflash.files import sync, write_text
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +72,7 @@ class Manifest:
     capture_point: str = CAPTURE_POINT
     format: int = FORMAT_VERSION
 
-    @property
+    @cached_property
     def id(self) -> bytes:
         """16 bytes that stand for the manifest in every segment and prefix hash."""
         return xxhash.xxh3_128_digest(_canonical(self._as_dict()))
@@ -183,13 +185,7 @@ class SegmentWriter:
     def _adopt_manifest(self, manifest: Manifest) -> None:
         path = self._directory / MANIFEST
         if not path.exists():
-            temporary = path.with_suffix(".tmp")
-            with temporary.open("w") as file:
-                file.write(manifest.to_json())
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.rename(path)
-            _fsync_directory(self._directory)
+            write_text(path, manifest.to_json())
             return
         existing = read_manifest(self._directory)
         differing = [
@@ -262,12 +258,4 @@ def recover(path: Path, manifest_id: bytes) -> None:
 
 def _rename_sealed(path: Path) -> None:
     path.rename(path.with_suffix(".seg"))
-    _fsync_directory(path.parent)
-
-
-def _fsync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(path.parent)

@@ -21,7 +21,7 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 from sglang.srt.utils.hf_transformers_utils import get_config
 
 from sglang_dflash.attention import BACKEND_NAME
-from sglang_dflash.options import PREFIX, read_options
+from sglang_dflash.options import PREFIX
 from sglang_dflash.speculative.compatibility import (
     DEFAULT_WIDTH,
     DrafterShape,
@@ -116,7 +116,6 @@ def check_startup(server_args: Any) -> None:
     )
     check_drafter(drafter, target)
     if served_by_our_worker(cfg.speculative_algorithm):
-        read_options()
         check_server(cfg, backend=BACKEND_NAME)
 
 

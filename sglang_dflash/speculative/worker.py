@@ -62,7 +62,7 @@ class TreeWorker(DFlashWorkerV2):
         self.num_nodes = self.width - 1
         self.tree_topk = (read_options().tree_topk or self.num_nodes) if self.is_tree else 1
         self.max_depth = min(self.num_nodes, self.block_size - 1)
-        self._adopt_draft_dtype()
+        self._avoid_fused_qk_norm_rope()
 
     def _adopt_block(self, block: int | None) -> None:
         """Undo the superclass's assumption that the draft block is as wide as the verify."""
@@ -70,7 +70,7 @@ class TreeWorker(DFlashWorkerV2):
         self.draft_model.set_block_size(self.block_size)
         self._draft_block_spec_info = make_draft_block_spec_info(draft_token_num=self.block_size, device=self.device)
 
-    def _adopt_draft_dtype(self) -> None:
+    def _avoid_fused_qk_norm_rope(self) -> None:
         """The drafter's fused QK-norm-RoPE is a CUDA kernel; elsewhere its torch form serves."""
         if torch.device(self.device).type == "cpu":
             for layer in self.draft_model.layers:
