@@ -17,6 +17,13 @@ MakeRecord = Callable[..., Record]
 WriteDump = Callable[..., Path]
 
 
+def toy_record(rid: str, start: int, parent: bytes, tokens: Sequence[int], kind: Kind = Kind.PREFILL) -> Record:
+    """Rows of four features, each the token id + 0.5."""
+    token_ids = np.array(tokens, dtype="<i4")
+    payload = np.repeat(token_ids.astype("<f4") + 0.5, FEATURES).tobytes()
+    return Record(kind, rid, start, parent, token_ids, payload)
+
+
 @pytest.fixture
 def manifest() -> Manifest:
     return TOY
@@ -27,9 +34,7 @@ def make_record() -> MakeRecord:
     """``make_record(rid, start, tokens)``: rows of four features, each the token id + 0.5."""
 
     def make(rid: str, start: int, tokens: Sequence[int], parent: bytes = TOY.id, kind: Kind = Kind.PREFILL) -> Record:
-        token_ids = np.array(tokens, dtype="<i4")
-        payload = np.repeat(token_ids.astype("<f4") + 0.5, FEATURES).tobytes()
-        return Record(kind, rid, start, parent, token_ids, payload)
+        return toy_record(rid, start, parent, tokens, kind)
 
     return make
 

@@ -21,7 +21,6 @@ from sglang_dflash.dump.record import (
     DumpError,
     Kind,
     ManifestMismatchError,
-    Record,
     TruncatedError,
     body_bytes,
     decode,
@@ -31,13 +30,8 @@ from sglang_dflash.dump.record import (
 )
 from sglang_dflash.dump.store import Manifest, SegmentWriter, scan, segments
 
-MANIFEST = Manifest("Toy", "00", 100, 4, 2, (0, 1), "float32", None, "float32", "0.5.23")
-ROW_BYTES = 2 * 2 * 4
-
-
-def record(rid: str, start: int, parent: bytes, tokens: list[int], kind: Kind = Kind.PREFILL) -> Record:
-    payload = np.repeat(np.array(tokens, dtype="<f4") + 0.5, 4).tobytes()
-    return Record(kind, rid, start, parent, np.array(tokens, dtype="<i4"), payload)
+from .conftest import TOY as MANIFEST
+from .conftest import toy_record as record
 
 
 def test_golden_bytes() -> None:
@@ -153,7 +147,7 @@ def test_a_shared_prefix_is_found_in_another_request(tmp_path: Path) -> None:
 CHILD = """
 import sys
 from pathlib import Path
-from tests.unit.dump.test_format import MANIFEST, record
+from tests.unit.dump.conftest import TOY as MANIFEST, toy_record as record
 from sglang_dflash.dump.store import SegmentWriter
 with SegmentWriter(Path(sys.argv[1]), MANIFEST, segment_bytes=4000) as writer:
     number = 0

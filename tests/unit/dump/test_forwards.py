@@ -9,16 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_dflash.dump.hook import DumpOptionError, check_dump_flags, request_rows
+from sglang_dflash.dump.hook import request_rows
 from sglang_dflash.dump.reader import DumpReader, MissingRowsError
 from sglang_dflash.dump.record import Kind
 from sglang_dflash.dump.store import SegmentWriter
 from sglang_dflash.dump.writer import IDLE_SECONDS, AsyncWriter, RequestRows, RowAssembler
-from sglang_dflash.options import Options
 
-from .test_format import MANIFEST
-
-FEATURES = 4
+from .conftest import FEATURES
+from .conftest import TOY as MANIFEST
 
 
 class Engine:
@@ -149,37 +147,3 @@ def test_a_finished_requests_rows_are_written_while_others_go_on(tmp_path: Path)
     assert load(tmp_path, "ended") == ([5], 0)
     writer.close()
     assert len(load(tmp_path, "busy")[0]) == position
-
-
-def flags(**changes: object) -> SimpleNamespace:
-    good = {
-        "enable_return_aux_hidden_states": True,
-        "aux_hidden_state_capture": "dflash",
-        "return_aux_hidden_state_layer_ids": [0, 1],
-        "enable_hierarchical_cache": False,
-        "dp_size": 1,
-        "pp_size": 1,
-    }
-    return SimpleNamespace(**{**good, **changes})
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"enable_return_aux_hidden_states": False}, "taps are not captured"),
-        ({"return_aux_hidden_state_layer_ids": [1, 0]}, "must be ascending"),
-        ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
-        ({"dp_size": 2}, "--dp-size 1"),
-    ],
-)
-def test_flags_that_would_lose_rows_are_refused(tmp_path: Path, changes: dict[str, object], words: str) -> None:
-    check_dump_flags(flags(), Options(dump_dir=tmp_path))
-    with pytest.raises(DumpOptionError, match=words):
-        check_dump_flags(flags(**changes), Options(dump_dir=tmp_path))
-    check_dump_flags(flags(**changes), Options())
-
-
-def test_a_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(DumpOptionError, match="cannot be written"):
-        check_dump_flags(flags(), Options(dump_dir=tmp_path / "file"))

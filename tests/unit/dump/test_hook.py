@@ -256,6 +256,8 @@ def flags(**changes: object) -> SimpleNamespace:
     [
         ({"enable_return_aux_hidden_states": False}, "taps are not captured. Start the server with --speculative-alg"),
         ({"aux_hidden_state_capture": "eagle3"}, "taps are not captured"),
+        ({"enable_return_aux_hidden_states": False, "aux_hidden_state_capture": None}, "taps are not captured"),
+        ({"return_aux_hidden_state_layer_ids": [1, 0]}, "must be ascending"),
         ({"return_aux_hidden_state_layer_ids": [3, 1, 2]}, r"layer-ids \[3, 1, 2\] must be ascending"),
         ({"enable_hierarchical_cache": True}, "does not work with --enable-hierarchical-cache"),
         ({"dp_size": 2}, "needs --dp-size 1 and --pp-size 1"),
