@@ -7,6 +7,7 @@ id and what the server said.
 
 from __future__ import annotations
 
+import http.client
 import json
 import time
 import urllib.error
@@ -65,7 +66,7 @@ def load_prompts(path: Path) -> list[Prompt]:
     """
     prompts: list[Prompt] = []
     seen: dict[str, int] = {}
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if not line.strip():
             continue
         where = f"{path}:{number}"
@@ -75,7 +76,8 @@ def load_prompts(path: Path) -> list[Prompt]:
             raise PromptError(f"{where} is not JSON: {error}") from None
         if not isinstance(data, dict) or not data.keys() <= PROMPT_KEYS or not {"id", "messages"} <= data.keys():
             raise PromptError(
-                f"{where}: a prompt has the keys id and messages, and may have {sorted(PROMPT_KEYS)}; {line[:80]}"
+                f"{where}: a prompt has the keys id and messages, and may have {sorted(PROMPT_KEYS)}; "
+                f"{line[:80].decode(errors='replace')}"
             )
         prompt = Prompt(str(data["id"]), data["messages"], data.get("category", ""), data.get("split", ""))
         if not _are_messages(prompt.messages):
@@ -116,6 +118,8 @@ def post(url: str, path: str, payload: dict[str, Any], *, timeout: float = 600) 
         raise GenerationError(f"{path} answered {error.code}: {error.read().decode(errors='replace')}") from None
     except OSError as error:
         raise GenerationError(f"{url}{path} cannot be reached: {error}") from error
+    except (http.client.HTTPException, ValueError) as error:
+        raise GenerationError(f"{url}{path} broke off its answer: {error}") from error
 
 
 def generate(
@@ -148,10 +152,12 @@ def generate(
         begin = time.perf_counter()
         try:
             reply = post(url, "/generate", payload)
+            seconds = time.perf_counter() - begin
+            return Generation(prompt.id, input_ids, reply["output_ids"], reply["text"], reply["meta_info"], seconds)
         except GenerationError as error:
             raise GenerationError(f"Request {prompt.id}: {error}") from error
-        seconds = time.perf_counter() - begin
-        return Generation(prompt.id, input_ids, reply["output_ids"], reply["text"], reply["meta_info"], seconds)
+        except (KeyError, TypeError) as error:
+            raise GenerationError(f"Request {prompt.id}: the answer has no {error}: {str(reply)[:200]}") from error
 
     results: dict[str, Generation] = {}
     bar = tqdm(total=len(prompts), desc=progress, unit="prompt", disable=progress is None, dynamic_ncols=True)

@@ -51,10 +51,16 @@ def check_dump_flags(cfg: Any, options: Options) -> None:
             f"{variable} is set, but the target's taps are not captured. Start the server with {CAPTURE_FLAGS} and without a "
             "drafter, or unset the variable."
         )
-    layer_ids = list(cfg.return_aux_hidden_state_layer_ids)
-    if layer_ids != sorted(layer_ids):
+    layer_ids = list(cfg.return_aux_hidden_state_layer_ids or ())
+    if not layer_ids or layer_ids != sorted(set(layer_ids)):
         raise DumpOptionError(
-            f"--return-aux-hidden-state-layer-ids {layer_ids} must be ascending: taps are packed in layer order."
+            f"--return-aux-hidden-state-layer-ids {layer_ids} must be one or more layers, strictly ascending: taps are packed "
+            "in layer order."
+        )
+    if cfg.enable_mixed_chunk:
+        raise DumpOptionError(
+            f"{variable} does not work with --enable-mixed-chunk: a mixed forward does not say which of its rows were decoded. "
+            "Remove the flag."
         )
     if cfg.enable_hierarchical_cache:
         raise DumpOptionError(
@@ -131,8 +137,8 @@ def request_rows(forward_batch: Any, hidden_TF: torch.Tensor, req_to_token: torc
         kind, counts = Kind.PREFILL, list(forward_batch.extend_seq_lens_cpu)
         starts = list(forward_batch.extend_prefix_lens_cpu)
     total = sum(counts)
-    token_ids = forward_batch.input_ids[:total].to("cpu", torch.int32).numpy()
-    slots = forward_batch.out_cache_loc[:total].to("cpu", torch.int64).numpy()
+    token_ids = forward_batch.input_ids[:total].to("cpu", torch.int32, copy=True).numpy()
+    slots = forward_batch.out_cache_loc[:total].to("cpu", torch.int64, copy=True).numpy()
     before = torch.tensor([max(start - 1, 0) for start in starts], device=req_to_token.device)
     previous = req_to_token[forward_batch.req_pool_indices[: len(starts)], before].tolist()
     hidden_TF = hidden_TF[:total].detach().to("cpu", copy=True)

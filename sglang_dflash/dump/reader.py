@@ -12,8 +12,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from sglang_dflash.dump.record import HEADER_BYTES, UNKNOWN_HASH, DumpError, Kind, body_bytes, decode, prefix_hashes
-from sglang_dflash.dump.store import Manifest, read_manifest, scan, segments
+from sglang_dflash.dump.record import UNKNOWN_HASH, DamagedError, DumpError, Kind, Record, prefix_hashes
+from sglang_dflash.dump.store import Manifest, open_segment, read_manifest, read_record, scan, segments
+
+
+def _torch_dtype(manifest: Manifest) -> torch.dtype:
+    dtype = getattr(torch, manifest.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise DumpError(f"The manifest's dtype {manifest.dtype!r} is not one of torch's.")
+    return dtype
 
 
 class MissingRowsError(DumpError):
@@ -93,6 +100,8 @@ class DumpReader:
         self.path = Path(path)
         self.manifest: Manifest = read_manifest(self.path)
         self.damage: list[str] = []
+        self._dtype: torch.dtype = _torch_dtype(self.manifest)
+        self._row_features = len(self.manifest.layer_ids) * self.manifest.hidden_size
         self._places: list[_Place] = []
         self._row_of: dict[bytes, tuple[int, int]] = {}
         for segment in segments(self.path):
@@ -101,6 +110,7 @@ class DumpReader:
     def _index(self, segment: Path) -> None:
         try:
             for offset, record in scan(segment, self.manifest.id):
+                self._check_rows(record, f"{segment} at byte {offset}")
                 number = len(self._places)
                 self._places.append(
                     _Place(segment, offset, record.kind, record.rid, record.start, record.parent, record.token_ids)
@@ -113,6 +123,13 @@ class DumpReader:
             # The writer's unfinished tail is not damage.
             if segment.suffix == ".seg":
                 self.damage.append(f"{segment.name} is unreadable from there on: {error}")
+
+    def _check_rows(self, record: Record, where: str) -> None:
+        if len(record.payload) != record.num_rows * self._row_features * self._dtype.itemsize:
+            raise DamagedError(
+                f"{where}: {len(record.payload)} bytes for {record.num_rows} rows; the manifest's are {self._row_features} "
+                f"features of {self.manifest.dtype} each."
+            )
 
     @property
     def num_rows(self) -> int:
@@ -172,19 +189,25 @@ class DumpReader:
                     f"{because}. Send the request again."
                 )
             number, row = self._row_of[parent]
+            self._check_position(ref, self._places[number].start + row + 1, start)
             pieces.append((number, row + 1))
+        self._check_position(ref, 0, self._places[number].start)
         return pieces[::-1]
 
+    @staticmethod
+    def _check_position(ref: SampleRef, after_parent: int, start: int) -> None:
+        if after_parent != start:
+            raise DamagedError(
+                f"Request {ref.rid}: a record claims to start at position {start}; by its prefix hash that is {after_parent}."
+            )
+
     def _payload(self, place: _Place) -> torch.Tensor:
-        where = f"{place.path} at byte {place.offset}"
-        path = place.path if place.path.exists() else place.path.with_suffix(".seg")
-        with path.open("rb") as file:
-            file.seek(place.offset)
-            header = file.read(HEADER_BYTES)
-            record = decode(header, file.read(body_bytes(header, where)), where)
-        dtype = getattr(torch, self.manifest.dtype)
-        flat = torch.frombuffer(bytearray(record.payload), dtype=dtype)
-        return flat.view(record.num_rows, len(self.manifest.layer_ids) * self.manifest.hidden_size)
+        with open_segment(place.path) as file:
+            record = read_record(file, place.offset, str(place.path))
+        if record is None:
+            raise DamagedError(f"{place.path} at byte {place.offset}: the record is gone.")
+        flat = torch.frombuffer(bytearray(record.payload), dtype=self._dtype)
+        return flat.view(record.num_rows, self._row_features)
 
     def verify(self) -> VerifyReport:
         """Load every request, which re-reads and checks every checksum on its way."""

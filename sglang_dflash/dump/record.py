@@ -22,6 +22,7 @@ HASH_BYTES = 16
 UNKNOWN_HASH = bytes(HASH_BYTES)
 MAX_ROWS = 1 << 20
 MAX_ROW_BYTES = 1 << 24
+MAX_RID_BYTES = 1024
 
 _FIXED = struct.Struct("<4sBBHIII16sI")
 _CRC = struct.Struct("<I")
@@ -109,9 +110,21 @@ def check_segment_header(data: bytes, manifest_id: bytes, where: str) -> None:
         )
 
 
+def storable_rid(rid: str) -> str:
+    """The request id as it is stored: itself, unless a client chose one that is too long or that UTF-8 cannot hold.
+
+    Lone surrogates are escaped; an id of more than ``MAX_RID_BYTES`` bytes keeps its beginning and ends in its hash.
+    """
+    data = rid.encode(errors="backslashreplace")
+    if len(data) > MAX_RID_BYTES:
+        suffix = f"...{xxhash.xxh3_128_hexdigest(data)}".encode()
+        data = data[: MAX_RID_BYTES - len(suffix)] + suffix
+    return data.decode(errors="ignore")
+
+
 def encode(record: Record) -> bytes:
     """A record's bytes."""
-    rid = record.rid.encode()
+    rid = storable_rid(record.rid).encode()
     body = rid + record.token_ids.astype("<i4").tobytes() + record.payload
     row_bytes = len(record.payload) // record.num_rows
     fixed = _FIXED.pack(
@@ -163,9 +176,13 @@ def decode(header: bytes, body: bytes, where: str) -> Record:
     if zlib.crc32(body) != crc:
         raise DamagedError(f"{where}: the record's checksum does not match.")
     tokens_end = rid_bytes + 4 * rows
+    try:
+        rid = body[:rid_bytes].decode()
+    except UnicodeDecodeError as error:
+        raise DamagedError(f"{where}: the request id is not UTF-8: {error}.") from error
     return Record(
         kind=Kind(kind),
-        rid=body[:rid_bytes].decode(),
+        rid=rid,
         start=start,
         parent=parent,
         token_ids=np.frombuffer(body[rid_bytes:tokens_end], dtype="<i4"),

@@ -84,8 +84,8 @@ class Manifest:
         return json.dumps({"id": self.id.hex(), **self._as_dict()}, indent=1) + "\n"
 
     @classmethod
-    def from_json(cls, text: str, where: str) -> Manifest:
-        """Parse a manifest file.
+    def from_json(cls, text: str | bytes, where: str) -> Manifest:
+        """Parse a manifest file's content.
 
         Raises:
             DumpError: not JSON, unknown or missing keys, another format version, or an id that does not match.
@@ -117,13 +117,22 @@ def read_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST
     if not path.is_file():
         raise DumpError(f"{directory} is not a dump: it has no {MANIFEST}.")
-    return Manifest.from_json(path.read_text(), str(path))
+    return Manifest.from_json(path.read_bytes(), str(path))
 
 
 def segments(directory: Path) -> list[Path]:
     """Segment files, sealed and open, in the order in which they were begun."""
-    found = [*directory.glob("segment-*.seg"), *directory.glob("segment-*.open")]
-    return sorted(found, key=lambda path: path.stem)
+    # Open ones first: one that is sealed in between is listed under both names, not under none.
+    found = {path.stem: path for suffix in ("open", "seg") for path in directory.glob(f"segment-*.{suffix}")}
+    return [found[stem] for stem in sorted(found)]
+
+
+def open_segment(path: Path) -> IO[bytes]:
+    """Open a listed segment for reading, also when it has been sealed since it was listed."""
+    try:
+        return path.open("rb")
+    except FileNotFoundError:
+        return path.with_suffix(".seg").open("rb")
 
 
 def scan(path: Path, manifest_id: bytes) -> Iterator[tuple[int, Record]]:
@@ -132,14 +141,29 @@ def scan(path: Path, manifest_id: bytes) -> Iterator[tuple[int, Record]]:
     Raises:
         DumpError: at the first byte that is not a whole, undamaged record.
     """
-    with path.open("rb") as file:
+    with open_segment(path) as file:
         check_segment_header(file.read(SEGMENT_HEADER_BYTES), manifest_id, str(path))
         offset = SEGMENT_HEADER_BYTES
-        while header := file.read(HEADER_BYTES):
-            where = f"{path} at byte {offset}"
-            size = body_bytes(header, where)
-            yield offset, decode(header, file.read(size), where)
-            offset += HEADER_BYTES + size
+        while record := read_record(file, offset, str(path)):
+            yield offset, record
+            offset = file.tell()
+
+
+def read_record(file: IO[bytes], offset: int, where: str) -> Record | None:
+    """The record at a byte of an open segment; None at its end. No more is read than the file has.
+
+    Raises:
+        DumpError: there is no whole, undamaged record.
+    """
+    where = f"{where} at byte {offset}"
+    file.seek(offset)
+    if not (header := file.read(HEADER_BYTES)):
+        return None
+    size = body_bytes(header, where)
+    there = os.fstat(file.fileno()).st_size - file.tell()
+    if size > there:
+        raise TruncatedError(f"{where}: {there} of a record body's {size} bytes.")
+    return decode(header, file.read(size), where)
 
 
 class DirectoryLock:
@@ -225,8 +249,10 @@ class SegmentWriter:
         _rename_sealed(Path(file.name))
 
     def close(self) -> None:
-        self.seal()
-        self._lock.release()
+        try:
+            self.seal()
+        finally:
+            self._lock.release()
 
     def __enter__(self) -> Self:
         return self
@@ -238,15 +264,23 @@ class SegmentWriter:
 
 
 def recover(path: Path, manifest_id: bytes) -> None:
-    """Seal an ``.open`` segment that a killed writer left: keep its whole records, cut what follows."""
+    """Seal an ``.open`` segment that a killed writer left: its whole records stay, a torn one at the end is cut.
+
+    Damage is not cut, since no kill leaves it and whole records may follow it: the segment is sealed as it is, and readers
+    name the damage.
+    """
     end = SEGMENT_HEADER_BYTES
     kept = 0
     try:
         for offset, record in scan(path, manifest_id):
             end = offset + len(encode(record))
             kept += 1
-    except (TruncatedError, DamagedError, AbsurdSizeError) as error:
+    except TruncatedError as error:
         logger.warning("Recovering %s: %s Keeping the %s records before it.", path, error, kept)
+    except (DamagedError, AbsurdSizeError) as error:
+        logger.error("Sealing %s as it is, with damage after %s whole records: %s", path, kept, error)
+        _rename_sealed(path)
+        return
     if kept == 0:
         path.unlink()
         return

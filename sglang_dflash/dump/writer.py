@@ -170,14 +170,18 @@ class AsyncWriter:
         self._thread.start()
 
     def put(self, batch: list[RequestRows]) -> None:
-        """Hand over one forward's rows; waits while the queue is full. After a failure rows are dropped."""
+        """Hand over one forward's rows; waits while the queue is full. After a failure or ``close`` rows are dropped."""
         size = sum(rows.num_bytes for rows in batch)
         with self._changed:
-            self._changed.wait_for(lambda: self._bytes + size <= self._queue_bytes or not self._queue or self.failure)
-            if self.failure is None:
+            self._changed.wait_for(lambda: self._bytes + size <= self._queue_bytes or not self._queue or self._ended)
+            if not self._ended:
                 self._queue.append(batch)
                 self._bytes += size
                 self._changed.notify_all()
+
+    @property
+    def _ended(self) -> bool:
+        return self._closed or self.failure is not None
 
     def _run(self) -> None:
         flushed = time.monotonic()

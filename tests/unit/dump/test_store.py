@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import struct
 import subprocess
 import sys
 import time
@@ -144,7 +143,6 @@ def test_every_flipped_bit_of_a_manifest_is_refused_or_changes_nothing(manifest:
             continue
 
 
-@pytest.mark.xfail(strict=True, raises=UnicodeDecodeError, reason="the file is decoded outside of the check")
 def test_a_manifest_that_is_no_text_is_refused(tmp_path: Path, manifest: Manifest) -> None:
     (tmp_path / MANIFEST).write_bytes(manifest.to_json().encode().replace(b"Toy", b"T\xffy"))
     with pytest.raises(DumpError):
@@ -241,7 +239,6 @@ def damaged_open_segment(tmp_path: Path, manifest: Manifest, make_record: MakeRe
     return path
 
 
-@pytest.mark.xfail(strict=True, reason="what follows the damage is cut or deleted, though it is not a torn tail")
 @pytest.mark.parametrize("position", [0, SEGMENT_HEADER_BYTES + 60])
 def test_damage_that_is_no_torn_tail_deletes_nothing(
     position: int, tmp_path: Path, manifest: Manifest, make_record: MakeRecord
@@ -252,7 +249,6 @@ def test_damage_that_is_no_torn_tail_deletes_nothing(
     assert any(other.read_bytes() == data for other in tmp_path.iterdir())
 
 
-@pytest.mark.xfail(strict=True, raises=(struct.error, UnicodeEncodeError), reason="a client's request id ends the dump")
 @pytest.mark.parametrize("rid", ["x" * 70_000, "\ud800"])
 def test_any_request_id_can_be_written(rid: str, tmp_path: Path, manifest: Manifest, make_record: MakeRecord) -> None:
     with SegmentWriter(tmp_path, manifest, segment_bytes=1 << 20) as writer:
