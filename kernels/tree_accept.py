@@ -4,7 +4,8 @@ From the root, the walk descends to the child that carries the target's token at
 none; that token is the next bonus. The result depends on the drafter only in how far the walk gets. Siblings carry different
 tokens; were two equal, the first would be taken.
 
-Static-shaped torch without a host synchronisation; ``accept_reference`` walks one tree in plain Python.
+``accept_tree`` is static-shaped and never synchronises with the host: one Triton program per request on a GPU, torch
+elsewhere; ``accept_reference`` walks one tree in plain Python.
 
 Shapes: B requests, W rows, D1 = max_depth + 1 places of a path (root included).
 """
@@ -14,6 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
 
 from sglang_dflash.speculative.tree import DraftTree
 
@@ -43,6 +46,69 @@ def accept_tree(tree: DraftTree, target_token_BW: torch.Tensor, *, max_depth: in
         target_token_BW: int64, the target's token after each row.
         max_depth: the deepest a walk can get (nodes below it are not reached).
     """
+    accept = accept_tree_triton if target_token_BW.is_cuda else accept_tree_torch
+    return accept(tree, target_token_BW, max_depth=max_depth)
+
+
+def accept_tree_triton(tree: DraftTree, target_token_BW: torch.Tensor, *, max_depth: int) -> Acceptance:
+    """``accept_tree`` as one Triton program per request."""
+    row_BD = tree.token_BW.new_empty((tree.batch, max_depth + 1))
+    token_BD, length_B, bonus_B = torch.empty_like(row_BD), row_BD.new_empty(tree.batch), row_BD.new_empty(tree.batch)
+    _accept_kernel[(tree.batch,)](
+        tree.token_BW,
+        tree.parent_BW,
+        tree.valid_BW,
+        target_token_BW.contiguous(),
+        row_BD,
+        length_B,
+        bonus_B,
+        token_BD,
+        tree.width,
+        max_depth,
+        BLOCK_W=triton.next_power_of_2(tree.width),
+        num_warps=1,
+    )
+    return Acceptance(row_BD, length_B, bonus_B, token_BD)
+
+
+@triton.jit
+def _accept_kernel(  # type: ignore[no-untyped-def]
+    token_ptr,
+    parent_ptr,
+    valid_ptr,
+    target_ptr,
+    row_out,
+    length_out,
+    bonus_out,
+    emitted_out,
+    width,
+    max_depth,
+    BLOCK_W: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64)
+    row_W = tl.arange(0, BLOCK_W)
+    inside_W = row_W < width
+    in_W = request * width + row_W
+    token_W = tl.load(token_ptr + in_W, mask=inside_W, other=0)
+    parent_W = tl.load(parent_ptr + in_W, mask=inside_W, other=-1)
+    valid_W = tl.load(valid_ptr + in_W, mask=inside_W, other=0) != 0
+    target_W = tl.load(target_ptr + in_W, mask=inside_W, other=0)
+    row, length, going = 0, 0, 1
+    for depth in range(max_depth + 1):
+        wanted = tl.sum(tl.where(row_W == row, target_W, 0), 0)
+        place = request * (max_depth + 1) + depth
+        tl.store(row_out + place, row)
+        tl.store(emitted_out + place, tl.where(depth <= length, wanted, 0))
+        tl.store(bonus_out + request, wanted)
+        child = tl.min(tl.where((parent_W == row) & (token_W == wanted) & valid_W, row_W, BLOCK_W), 0)
+        going = tl.where((child < BLOCK_W) & (depth < max_depth), going, 0)
+        row = tl.where(going == 1, child, row)
+        length += going
+    tl.store(length_out + request, length)
+
+
+def accept_tree_torch(tree: DraftTree, target_token_BW: torch.Tensor, *, max_depth: int) -> Acceptance:
+    """``accept_tree`` in torch."""
     row_B = torch.zeros_like(tree.token_BW[:, 0])
     going_B = torch.ones_like(row_B, dtype=torch.bool)
     length_B = torch.zeros_like(row_B)

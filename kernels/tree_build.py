@@ -13,7 +13,9 @@ that are not spine. Their ancestors are spine nodes or better-scored others, so 
 Ties are broken by depth (shallow first), then by the parent's place in its own depth, then by the token's rank: the order of a
 stable sort over (depth, parent place, rank).
 
-``build_tree`` is static-shaped torch without a host synchronisation; ``build_tree_reference`` is the readable heap.
+``build_tree`` is static-shaped and never synchronises with the host: one Triton program per request on a GPU (every row offers
+its best child that is not in the tree yet; the best offer becomes the next row), the depth-synchronous search in torch
+elsewhere. Both give the same rows, ties included; ``build_tree_reference`` is the readable heap.
 
 Shapes: B requests, L draft positions, K candidates per position, N nodes, M = N frontier places, W = N + 1 rows.
 """
@@ -21,10 +23,14 @@ Shapes: B requests, L draft positions, K candidates per position, N nodes, M = N
 from __future__ import annotations
 
 import heapq
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 
+from sglang_dflash.kernels.tree_mask import ancestor_mask
 from sglang_dflash.speculative.tree import DraftTree
 
 NEG_INF = float("-inf")
@@ -50,9 +56,119 @@ def build_tree(
     Returns:
         Trees whose rows are the spine first (with ``spine``), then the others by score.
     """
-    places = _frontier(topk_logp_BLK.float(), num_nodes)
+    build = build_tree_triton if topk_id_BLK.is_cuda else build_tree_torch
+    return build(topk_id_BLK, topk_logp_BLK.float(), bonus_B, num_nodes=num_nodes, spine=spine)
+
+
+def build_tree_triton(
+    topk_id_BLK: torch.Tensor, topk_logp_BLK: torch.Tensor, bonus_B: torch.Tensor, *, num_nodes: int, spine: bool
+) -> DraftTree:
+    """``build_tree`` as one Triton program per request, for up to 64 nodes (a row's ancestors are one 64-bit word)."""
+    batch, depths, ranks = topk_id_BLK.shape
+    width = num_nodes + 1
+    tree = DraftTree.empty(batch, width, topk_id_BLK.device)
+    _build_kernel[(batch,)](
+        topk_id_BLK.contiguous(),
+        topk_logp_BLK.contiguous(),
+        bonus_B.contiguous(),
+        *tree.tensors(),
+        width,
+        depths,
+        ranks,
+        min(depths, num_nodes) if spine else 0,
+        BLOCK_W=triton.next_power_of_2(width),
+        num_warps=1,
+    )
+    return tree
+
+
+@triton.jit
+def _offer(logp_ptr, score, depth, rank, depths, ranks):  # type: ignore[no-untyped-def]
+    """Score of a row's child of this rank; -inf where there is none."""
+    exists = (depth < depths) & (rank < ranks)
+    return score + tl.load(logp_ptr + depth * ranks + rank, mask=exists, other=float("-inf"))
+
+
+@triton.jit
+def _build_kernel(  # type: ignore[no-untyped-def]
+    id_ptr,
+    logp_ptr,
+    bonus_ptr,
+    token_ptr,
+    parent_ptr,
+    depth_ptr,
+    score_ptr,
+    valid_ptr,
+    mask_ptr,
+    width,
+    depths,
+    ranks,
+    spine_rows,
+    BLOCK_W: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64)
+    id_ptr += request * depths * ranks
+    logp_ptr += request * depths * ranks
+    row_W = tl.arange(0, BLOCK_W)
+    bonus = tl.load(bonus_ptr + request)
+    token_W = tl.where(row_W == 0, bonus, tl.zeros([BLOCK_W], tl.int64))
+    parent_W = tl.full([BLOCK_W], -1, tl.int32)
+    depth_W = tl.zeros([BLOCK_W], tl.int32)
+    score_W = tl.where(row_W == 0, 0.0, float("-inf"))
+    ancestors_W = tl.zeros([BLOCK_W], tl.int64)  # bit j - 1: row j is an ancestor, or the row itself
+    rank_W = tl.zeros([BLOCK_W], tl.int32)  # of the child that the row offers
+    root_offer = _offer(logp_ptr, 0.0, 0, 0, depths, ranks)
+    offer_W = tl.where(row_W == 0, root_offer, float("-inf"))
+    on_spine = spine_rows > 0
+    for row in range(1, width):
+        best = tl.max(offer_W, 0)
+        # The spine's next row is the last row's best child, as long as there is one.
+        spine_offer = tl.max(tl.where(row_W == row - 1, offer_W, float("-inf")), 0)
+        on_spine = on_spine & (row <= spine_rows) & (spine_offer > float("-inf"))
+        # Ties: the shallowest, then the parent that came first.
+        place_W = depth_W * BLOCK_W + row_W
+        parent = tl.min(tl.where(offer_W == best, place_W, BLOCK_W * BLOCK_W * 2), 0) % BLOCK_W
+        parent = tl.where(on_spine, row - 1, parent)
+        is_parent_W = row_W == parent
+        found = tl.max(tl.where(is_parent_W, offer_W, float("-inf")), 0)
+        if found > float("-inf"):
+            depth = tl.sum(tl.where(is_parent_W, depth_W, 0), 0)
+            rank = tl.sum(tl.where(is_parent_W, rank_W, 0), 0)
+            parent_score = tl.max(tl.where(is_parent_W, score_W, float("-inf")), 0)
+            ancestors = tl.sum(tl.where(is_parent_W, ancestors_W, 0), 0) | (tl.full([], 1, tl.int64) << (row - 1))
+            is_row_W = row_W == row
+            token_W = tl.where(is_row_W, tl.load(id_ptr + depth * ranks + rank), token_W)
+            parent_W = tl.where(is_row_W, parent, parent_W)
+            depth_W = tl.where(is_row_W, depth + 1, depth_W)
+            score_W = tl.where(is_row_W, found, score_W)
+            ancestors_W = tl.where(is_row_W, ancestors, ancestors_W)
+            rank_W = tl.where(is_parent_W, rank + 1, rank_W)
+            first = _offer(logp_ptr, found, depth + 1, 0, depths, ranks)
+            sibling = _offer(logp_ptr, parent_score, depth, rank + 1, depths, ranks)
+            offer_W = tl.where(is_row_W, first, tl.where(is_parent_W, sibling, offer_W))
+    inside_W = row_W < width
+    valid_W = score_W > float("-inf")
+    out_W = request * width + row_W
+    tl.store(token_ptr + out_W, token_W, mask=inside_W)
+    tl.store(parent_ptr + out_W, parent_W.to(tl.int64), mask=inside_W)
+    tl.store(depth_ptr + out_W, depth_W.to(tl.int64), mask=inside_W)
+    tl.store(score_ptr + out_W, score_W, mask=inside_W)
+    tl.store(valid_ptr + out_W, valid_W, mask=inside_W)
+    for row in range(width):
+        # Column 0 is the root, which every row of the tree sees; padding sees itself alone.
+        shift = tl.maximum(row - 1, 0).to(tl.int64)
+        sees_W = tl.where(row == 0, valid_W, ((ancestors_W >> shift) & 1) != 0) | (row_W == row)
+        tl.store(mask_ptr + (request * width + row_W) * width + row, sees_W, mask=inside_W)
+
+
+def build_tree_torch(
+    topk_id_BLK: torch.Tensor, topk_logp_BLK: torch.Tensor, bonus_B: torch.Tensor, *, num_nodes: int, spine: bool
+) -> DraftTree:
+    """``build_tree`` in torch: the N best prefixes of every depth, then the N best of all."""
+    places = _frontier(topk_logp_BLK, num_nodes)
     order_BN, valid_BN = _choose(places, num_nodes, spine, topk_id_BLK.shape[1])
-    return _assemble(places, order_BN, valid_BN, topk_id_BLK, bonus_B, num_nodes)
+    tree = _assemble(places, order_BN, valid_BN, topk_id_BLK, bonus_B, num_nodes)
+    return replace(tree, mask_BWW=ancestor_mask(tree.parent_BW))
 
 
 class _Places(NamedTuple):

@@ -101,6 +101,15 @@ HOOKS: tuple[Hook, ...] = (
         "0004-size-request-rows-for-the-speculative-reservation.patch",
     ),
     Hook(
+        Symbol("sglang.srt.speculative.dflash_utils.resolve_dflash_verify_mask_policy", "hooks", ("attn_backend",)),
+        "after",
+        "sglang_dflash.hooks:after_verify_mask_policy",
+        "always",
+        "captures the target's verify graphs with a custom mask when DDTREE serves",
+        "DFLASH's chain needs none, so SGLang captures without one for every backend that is causal by itself",
+        "0007-dflash-verify-mask-from-the-algorithm.patch",
+    ),
+    Hook(
         Symbol(
             "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func",
             "platform.torch_cpu",
@@ -150,6 +159,16 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol("sglang.srt.arg_groups.overrides._ForeignDefaults._cfg", "speculative.algorithm"),
     Symbol("sglang.srt.arg_groups.model_override_base.record_of", "speculative.algorithm", ("view",)),
     Symbol("sglang.srt.arg_groups.model_override_base.model_config_of", "speculative.algorithm"),
+    Symbol("sglang.srt.arg_groups.model_override_base.attention_backends_of", "speculative.algorithm", ("cfg",)),
+    Symbol(
+        "sglang.srt.speculative.spec_registry.CustomSpecAlgo.get_num_tokens_per_req_for_target_verify",
+        "speculative.algorithm",
+        ("num_draft_tokens", "is_draft_worker"),
+    ),
+    Symbol(f"{_WORKER}._maybe_build_draft_sampler", "speculative.worker"),
+    Symbol(f"{_WORKER}.prewarm_sampling", "speculative.worker"),
+    Symbol("sglang.srt.layers.attention.triton_backend.TritonAttnBackend.verify_mask", "speculative.verify"),
+    Symbol("sglang.srt.layers.attention.verify_mask.VerifyMask.fits", "speculative.verify", ("bs",)),
     Symbol(
         "sglang.srt.speculative.dflash_utils.parse_dflash_draft_config", "speculative.algorithm", ("draft_hf_config",)
     ),
@@ -211,6 +230,30 @@ SYMBOLS: tuple[Symbol, ...] = (
     ),
     Symbol("sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod", "platform.packed_model"),
     Symbol("sglang.srt.layers.quantization.unquant.UnquantizedEmbeddingMethod", "platform.packed_model"),
+    Symbol("sglang.srt.layers.radix_attention.AttentionType.ENCODER_ONLY", "attention"),
+    Symbol("sglang.srt.layers.radix_attention.RadixAttention", "attention"),
+    Symbol("sglang.srt.mem_cache.memory_pool.KVWriteLoc", "attention"),
+    Symbol("sglang.srt.mem_cache.allocation_sizing.get_alloc_page_size", "hooks"),
+    Symbol("sglang.srt.runtime_context.get_parallel", "speculative.draft"),
+    Symbol("sglang.srt.runtime_context.get_exec", "dump.hook"),
+    Symbol("sglang.srt.runtime_context.get_spec", "speculative.worker"),
+    Symbol("sglang.srt.platforms.current_platform", "speculative.algorithm"),
+    Symbol("sglang.srt.platforms.device_mixin.PlatformEnum.OOT", "platform.torch_cpu"),
+    Symbol("sglang.srt.arg_groups.choices.add_attention_backend_choices", "plugin"),
+    Symbol("sglang.srt.plugins.hook_registry.HookRegistry", "plugin"),
+    Symbol("sglang.srt.plugins.hook_registry.HookType", "plugin"),
+    Symbol(
+        "sglang.srt.utils.hf_transformers_utils.get_config",
+        "speculative.algorithm",
+        ("model", "trust_remote_code", "revision", "model_override_args"),
+    ),
+    Symbol("sglang.srt.managers.overlap_utils.FutureMap", "speculative.algorithm"),
+    Symbol("sglang.srt.managers.schedule_batch.ScheduleBatch", "speculative.worker"),
+    Symbol("sglang.srt.model_executor.forward_batch_info.CaptureHiddenMode.NULL", "speculative.draft"),
+    Symbol("sglang.srt.model_executor.forward_batch_info.ForwardMode.TARGET_VERIFY", "speculative.draft"),
+    Symbol("sglang.srt.lora.layers.unwrap_lora_layer", "speculative.worker"),
+    Symbol("sglang.srt.speculative.spec_tp_sync.SpecTpSyncSite.DFLASH_ACCEPT_GREEDY", "speculative.worker"),
+    Symbol("sglang.srt.speculative.spec_utils.draft_tp_context", "speculative.worker"),
 )
 
 

@@ -43,6 +43,14 @@ def after_validate_request(result: str | None, req: Any, enable_overlap: bool) -
     )
 
 
+def after_verify_mask_policy(result: tuple[str, bool], attn_backend: Any) -> tuple[str, bool]:
+    """Capture the verify graphs with a mask where trees are verified."""
+    from sglang.srt.runtime_context import get_spec
+
+    backend_name, build_mask = result
+    return backend_name, build_mask or get_spec().speculative_algorithm == "DDTREE"
+
+
 def before_decode_reservation(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Reserve KV for the wider of draft block and verify; SGLang reserves for the verify alone."""
     kwargs["reserve"] = max(kwargs["reserve"], _round_reserve())

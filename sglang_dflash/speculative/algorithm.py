@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
-from sglang.srt.arg_groups.model_override_base import model_config_of, record_of
+from sglang.srt.arg_groups.model_override_base import attention_backends_of, model_config_of, record_of
 from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 from sglang.srt.arg_groups.speculative_hook import _handle_dflash
 from sglang.srt.platforms import current_platform
+from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 from sglang.srt.utils.hf_transformers_utils import get_config
@@ -66,6 +67,11 @@ class DDTreeAlgorithm(CustomSpecAlgo):
         device, *rest = args
         return FutureMap(device, self, *rest, **kwargs)
 
+    def get_num_tokens_per_req_for_target_verify(self, num_draft_tokens: int, is_draft_worker: bool) -> int:
+        """Rows of one request in a captured forward: the drafter's are its block, the target's the verify width."""
+        block = get_spec().speculative_dflash_block_size
+        return int(block) if is_draft_worker and block is not None else num_draft_tokens
+
     def resolve_max_speculative_num_draft_tokens(self, server_args: Any) -> int:
         """Rows of one round that may be written to the KV cache: the wider of draft block and verify."""
         cfg = resolving_view(server_args)
@@ -93,6 +99,14 @@ class DDTreeAlgorithm(CustomSpecAlgo):
         declare_resolution(record, SOURCE, speculative_num_draft_tokens=block, speculative_dflash_block_size=block)
         _handle_dflash(record)
         declare_resolution(record, SOURCE, speculative_num_draft_tokens=width)
+        _choose_backend(record)
+
+
+def _choose_backend(record: Any) -> None:
+    """Verify trees with Triton where the user named no backend: SGLang's choice for the GPU may have no tree mask."""
+    given = (record.attention_backend, record.prefill_attention_backend, record.decode_attention_backend)
+    if not current_platform.is_out_of_tree() and given == (None, None, None):
+        declare_resolution(record, SOURCE, attention_backend="triton")
 
 
 def round_rows(spec: Any) -> int:
@@ -116,7 +130,12 @@ def check_startup(server_args: Any) -> None:
     )
     check_drafter(drafter, target)
     if served_by_our_worker(cfg.speculative_algorithm):
-        check_server(cfg, backend=BACKEND_NAME)
+        check_server(cfg, backends=attention_backends_of(cfg), allowed=tree_backends())
+
+
+def tree_backends() -> tuple[str, ...]:
+    """Attention backends that can verify a tree on this platform."""
+    return (BACKEND_NAME,) if current_platform.is_out_of_tree() else ("triton",)
 
 
 def served_by_our_worker(algorithm: str | None) -> bool:

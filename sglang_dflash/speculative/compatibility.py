@@ -127,8 +127,13 @@ def check_block(block: int | None) -> int:
     return block
 
 
-def check_server(cfg: Any, *, backend: str) -> None:
-    """Refuse server flags that our worker cannot serve exactly. ``cfg`` has SGLang's resolved argument names.
+def check_server(cfg: Any, *, backends: tuple[str | None, ...], allowed: tuple[str, ...]) -> None:
+    """Refuse server flags that our worker cannot serve exactly.
+
+    Args:
+        cfg: has SGLang's resolved argument names.
+        backends: the target's attention backends, for prefill and for decode.
+        allowed: those that can verify a tree here.
 
     Raises:
         IncompatibleError: names the flag, its value, the reason and the remedy.
@@ -155,13 +160,13 @@ def check_server(cfg: Any, *, backend: str) -> None:
             "the drafter's KV is not transferred",
             "serve prefill and decode in one server",
         ),
-        (
-            "attention_backend",
-            cfg.attention_backend != backend,
-            "it has no tree mask",
-            f"set --attention-backend {backend}",
-        ),
     )
+    for backend in backends:
+        if backend not in allowed:
+            raise IncompatibleError(
+                f"--attention-backend {backend} does not work with this worker: it has no tree mask. To go on: set "
+                f"--attention-backend {' or '.join(allowed)}, for prefill and decode alike."
+            )
     for field, refused, reason, remedy in refusals:
         if refused:
             flag = "--" + field.replace("_", "-")

@@ -8,7 +8,7 @@ Shapes: B requests, W rows (width = nodes + 1), L draft positions (block - 1).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -23,6 +23,8 @@ class DraftTree:
         depth_BW: int64, 0 for the root and for padding.
         score_BW: fp32, log-probability of the prefix that ends in the row; 0 for the root, -inf for padding.
         valid_BW: bool, False for padding.
+        mask_BWW: bool, True where the row of dim 1 attends the row of dim 2 (itself and its ancestors); None for a chain,
+            whose mask is causal.
         is_chain: every tree is one branch with row i at depth i. Known when the tree is made, never read from the device.
     """
 
@@ -31,6 +33,7 @@ class DraftTree:
     depth_BW: torch.Tensor
     score_BW: torch.Tensor
     valid_BW: torch.Tensor
+    mask_BWW: torch.Tensor | None = None
     is_chain: bool = False
 
     @property
@@ -40,6 +43,35 @@ class DraftTree:
     @property
     def width(self) -> int:
         return int(self.token_BW.shape[1])
+
+    @staticmethod
+    def empty(batch: int, width: int, device: torch.device | str) -> DraftTree:
+        """Storage for trees that a kernel or a CUDA graph fills."""
+        shape = (batch, width)
+        return DraftTree(
+            token_BW=torch.zeros(shape, dtype=torch.int64, device=device),
+            parent_BW=torch.full(shape, -1, dtype=torch.int64, device=device),
+            depth_BW=torch.zeros(shape, dtype=torch.int64, device=device),
+            score_BW=torch.zeros(shape, dtype=torch.float32, device=device),
+            valid_BW=torch.zeros(shape, dtype=torch.bool, device=device),
+            mask_BWW=torch.zeros((batch, width, width), dtype=torch.bool, device=device),
+        )
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Every tensor that there is, in the order of the attributes."""
+        every = (self.token_BW, self.parent_BW, self.depth_BW, self.score_BW, self.valid_BW, self.mask_BWW)
+        return [tensor for tensor in every if tensor is not None]
+
+    def first(self, batch: int) -> DraftTree:
+        """The trees of the first ``batch`` requests, as views."""
+        return replace(
+            self,
+            **{
+                field.name: getattr(self, field.name)[:batch]
+                for field in fields(self)
+                if isinstance(getattr(self, field.name), torch.Tensor)
+            },
+        )
 
     @staticmethod
     def chain(token_BL: torch.Tensor, bonus_B: torch.Tensor) -> DraftTree:

@@ -7,11 +7,12 @@ context, its ancestors and itself. A chain is the tree whose mask is causal, so 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 
-from sglang_dflash.kernels.tree_mask import ancestor_mask
+from sglang_dflash.kernels.tree_mask import write_window_mask
 from sglang_dflash.speculative.tree import DraftTree
 
 
@@ -20,18 +21,58 @@ class TreeVerifyInput(DFlashVerifyInput):
     """SGLang's verify input plus the in-tree visibility.
 
     Attributes:
-        tree_mask_BWW: bool ``[requests, width, width]``, True where a row attends a row; None for a chain.
+        tree_mask_BWW: bool ``[requests, width, width]``, True where a row attends a row; None for a chain. The torch backend
+            reads it; Triton reads ``custom_mask``, which is the same in its own layout.
     """
 
     tree_mask_BWW: torch.Tensor | None = None
 
 
-def tree_verify_input(tree: DraftTree, context_len_B: torch.Tensor) -> TreeVerifyInput:
-    """The verify input of a batch of trees over ``context_len_B`` committed tokens each."""
+def tree_verify_input(
+    tree: DraftTree, context_len_B: torch.Tensor, custom_mask: torch.Tensor | None = None
+) -> TreeVerifyInput:
+    """The verify input of a batch of trees over ``context_len_B`` committed tokens each; see ``WindowMask``."""
     position_BW = context_len_B[:, None].to(torch.int64) + tree.depth_BW
     return TreeVerifyInput(
         draft_token=tree.token_BW.reshape(-1),
         positions=position_BW.reshape(-1),
         draft_token_num=tree.width,
-        tree_mask_BWW=None if tree.is_chain else ancestor_mask(tree),
+        tree_mask_BWW=tree.mask_BWW,
+        custom_mask=custom_mask,
     )
+
+
+class WindowMask:
+    """The tree mask where SGLang's Triton backend reads it.
+
+    The backend's CUDA graphs read one buffer of fixed address; a batch that is larger than any captured one runs eagerly and
+    reads the buffer that it is given. Both read past the tensor that ``write`` returns: it only carries the address, and is
+    one byte long because the backend copies what it is given onto its own buffer.
+    """
+
+    def __init__(self, backend: Any, width: int) -> None:
+        self._backend = backend
+        self._width = width
+        self._spare: torch.Tensor | None = None
+
+    def write(
+        self, mask_BWW: torch.Tensor, context_len_B: torch.Tensor, context_len_cpu_B: torch.Tensor
+    ) -> torch.Tensor:
+        """Write the masks of a batch.
+
+        Args:
+            context_len_cpu_B: lengths on the host, which may be larger than those on the device, never smaller.
+        """
+        captured = self._backend.verify_mask
+        if captured is not None and captured.fits(mask_BWW.shape[0]):
+            buffer = captured.buffer
+        else:
+            buffer = self._eager_buffer(int(context_len_cpu_B.sum()), mask_BWW)
+        write_window_mask(buffer, mask_BWW, context_len_B)
+        return buffer[:1]
+
+    def _eager_buffer(self, context: int, mask_BWW: torch.Tensor) -> torch.Tensor:
+        size = self._width * (context + self._width * mask_BWW.shape[0])
+        if self._spare is None or len(self._spare) < size:
+            self._spare = torch.zeros(2 * size, dtype=torch.uint8, device=mask_BWW.device)
+        return self._spare

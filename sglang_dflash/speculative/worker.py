@@ -19,7 +19,7 @@ from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
-from sglang.srt.runtime_context import get_spec
+from sglang.srt.runtime_context import get_exec, get_spec
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from sglang.srt.speculative.draft_worker_common import make_draft_block_spec_info
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
@@ -29,11 +29,12 @@ from sglang_dflash.kernels.tree_accept import Acceptance, accept_tree
 from sglang_dflash.kernels.tree_build import build_tree
 from sglang_dflash.options import read_options
 from sglang_dflash.speculative.accept import choose_tokens
+from sglang_dflash.speculative.captured import DraftTail
 from sglang_dflash.speculative.commit import accepted_index, compact_target_kv, gather_accepted
 from sglang_dflash.speculative.compatibility import IncompatibleError, check_block
 from sglang_dflash.speculative.draft import BlockRows, block_forward_batch, block_rows, draft_candidates
 from sglang_dflash.speculative.tree import DraftTree
-from sglang_dflash.speculative.verify import tree_verify_input
+from sglang_dflash.speculative.verify import WindowMask, tree_verify_input
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,8 @@ class TreeWorker(DFlashWorkerV2):
         self.num_nodes = self.width - 1
         self.tree_topk = (read_options().tree_topk or self.num_nodes) if self.is_tree else 1
         self.max_depth = min(self.num_nodes, self.block_size - 1)
+        self._draft_tail: DraftTail | None = None
+        self._window_mask: WindowMask | None = None
         self._avoid_fused_qk_norm_rope()
 
     def _adopt_block(self, block: int | None) -> None:
@@ -69,6 +72,24 @@ class TreeWorker(DFlashWorkerV2):
         self.block_size = check_block(int(block) if block is not None else None)
         self.draft_model.set_block_size(self.block_size)
         self._draft_block_spec_info = make_draft_block_spec_info(draft_token_num=self.block_size, device=self.device)
+
+    def init_attention_backends(self) -> None:
+        super().init_attention_backends()
+        backend = self.model_runner.attn_backend
+        if self.is_tree and type(backend).__name__ == "TritonAttnBackend":
+            self._window_mask = WindowMask(backend, self.width)
+
+    def prewarm_sampling(self) -> Any:
+        # SGLang's DFLASH rehearses its own acceptance kernels here, which this worker does not use.
+        return self.model_runner.prewarm_sampling()
+
+    def _maybe_build_draft_sampler(self) -> DraftTail | None:
+        """Called before the drafter's graphs are captured: what they end with."""
+        if self.is_tree:
+            largest = max(get_exec().graph.cuda_graph_config.decode.bs)
+            storage = DraftTree.empty(largest, self.width, self.device)
+            self._draft_tail = DraftTail(self._propose, block_size=self.block_size, storage=storage)
+        return self._draft_tail
 
     def _avoid_fused_qk_norm_rope(self) -> None:
         """The drafter's fused QK-norm-RoPE is a CUDA kernel; elsewhere its torch form serves."""
@@ -97,10 +118,10 @@ class TreeWorker(DFlashWorkerV2):
         if batch.return_logprob:
             index_BD = accepted_index(acceptance, self.width)
             compute_spec_logprobs(batch, logits_output, target_token_BW.reshape(-1), accept_index=index_BD)
-        self._commit(logits_output.hidden_states, tree, acceptance, commit_len_B, window)
-        logits_output.hidden_states = None
         if on_publish is not None:
             on_publish(new_seq_lens_B)
+        self._commit(logits_output.hidden_states, tree, acceptance, commit_len_B, window)
+        logits_output.hidden_states = None
         return GenerationBatchResult(
             logits_output=logits_output,
             next_token_ids=acceptance.token_BD.reshape(-1),
@@ -143,22 +164,27 @@ class TreeWorker(DFlashWorkerV2):
             window.slot_BS[:, : self.block_size],
             mask_token_id=self._mask_token_id,
         )
-        hidden_BTH = self._draft_hidden(batch, window, rows)
-        target_model = self.target_worker.model_runner.model
+        output = self._draft_forward(batch, window, rows)
+        if self._draft_tail is not None and output.can_run_graph:
+            return self._draft_tail.trees(len(rows.token_BT))
+        hidden_BTH = output.logits_output.hidden_states.view(*rows.token_BT.shape, -1)
         with draft_tp_context(self.draft_parallel_layout):
-            id_TK, logp_TK = draft_candidates(
-                hidden_BTH[:, 1:].reshape(-1, hidden_BTH.shape[-1]),
-                unwrap_lora_layer(target_model.lm_head),
-                top_k=self.tree_topk,
-            )
+            return self._propose(hidden_BTH, rows.token_BT[:, 0])
+
+    def _propose(self, hidden_BTH: torch.Tensor, bonus_B: torch.Tensor) -> DraftTree:
+        """Trees from the drafter's final hidden states over the block. Runs inside the drafter's graph where there is one."""
+        id_TK, logp_TK = draft_candidates(
+            hidden_BTH[:, 1:].reshape(-1, hidden_BTH.shape[-1]),
+            unwrap_lora_layer(self.target_worker.model_runner.model.lm_head),
+            top_k=self.tree_topk,
+        )
         shape = (hidden_BTH.shape[0], self.block_size - 1, id_TK.shape[-1])
-        bonus_B = rows.token_BT[:, 0]
         if not self.is_tree:
             return DraftTree.chain(id_TK.view(shape)[:, : self.num_nodes, 0], bonus_B)
         return build_tree(id_TK.view(shape), logp_TK.view(shape), bonus_B, num_nodes=self.num_nodes)
 
-    def _draft_hidden(self, batch: ScheduleBatch, window: _Window, rows: BlockRows) -> torch.Tensor:
-        """The drafter's final hidden states over the block, ``[requests, block, hidden]``."""
+    def _draft_forward(self, batch: ScheduleBatch, window: _Window, rows: BlockRows) -> Any:
+        """The drafter over the block of every request: SGLang's ``ModelRunnerOutput``."""
         embedding_BTH = self.target_worker.model_runner.model.get_input_embeddings()(rows.token_BT)
         embedding_TH = embedding_BTH.reshape(-1, embedding_BTH.shape[-1]) * self._noise_embed_scale
         forward_batch = block_forward_batch(
@@ -171,13 +197,15 @@ class TreeWorker(DFlashWorkerV2):
         )
         self._plan(batch, window, rows.slot_BT).bind(forward_batch, self.draft_model_runner.kv_index_translator)
         with torch.inference_mode(), draft_tp_context(self.draft_parallel_layout):
-            output = self.draft_model_runner.forward(forward_batch).logits_output
-        return output.hidden_states.view(*rows.token_BT.shape, -1)
+            return self.draft_model_runner.forward(forward_batch)
 
     def _verify(self, batch: ScheduleBatch, tree: DraftTree, window: _Window) -> tuple[Any, bool]:
         """The target's logits and taps for every row of the trees."""
         slot_BW = window.slot_BS[:, : self.width]
-        verify_input = tree_verify_input(tree, window.context_len_B)
+        custom_mask = None
+        if self._window_mask is not None and tree.mask_BWW is not None:
+            custom_mask = self._window_mask.write(tree.mask_BWW, window.context_len_B, window.context_len_cpu_B)
+        verify_input = tree_verify_input(tree, window.context_len_B, custom_mask)
         verify_input.kv_loc_plan = self._plan(batch, window, slot_BW)
         batch.out_cache_loc = slot_BW.reshape(-1)
         kept = batch.seq_lens_cpu, batch.seq_lens_sum

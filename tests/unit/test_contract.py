@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import pkgutil
 import re
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
+import sglang_dflash
 from sglang_dflash import contract
 from sglang_dflash.contract import HOOKS, SYMBOLS, Report, Symbol, check, check_symbol
 
@@ -47,6 +50,21 @@ def test_every_hook_names_a_patch_file_and_a_reason() -> None:
 def test_no_name_is_listed_twice() -> None:
     paths = [hook.symbol.path for hook in HOOKS] + [symbol.path for symbol in SYMBOLS]
     assert sorted(paths) == sorted(set(paths))
+
+
+def test_every_import_from_sglang_is_listed() -> None:
+    listed = [hook.symbol.path for hook in HOOKS] + [symbol.path for symbol in SYMBOLS]
+    package = Path(sglang_dflash.__path__[0])
+    imported = {
+        f"{node.module}.{alias.name}": file.name
+        for file in package.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sglang.")
+        for alias in node.names
+    }
+    assert len(imported) > 30
+    unlisted = [path for path in imported if not any(name == path or name.startswith(path + ".") for name in listed)]
+    assert not unlisted, [f"{imported[path]}: {path}" for path in unlisted]
 
 
 def test_every_user_is_a_module_of_ours() -> None:

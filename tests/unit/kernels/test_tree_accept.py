@@ -5,8 +5,16 @@ import random
 import pytest
 import torch
 
-from sglang_dflash.kernels.tree_accept import accept_reference, accept_tree, compaction
+from sglang_dflash.kernels.tree_accept import (
+    accept_reference,
+    accept_tree,
+    accept_tree_torch,
+    accept_tree_triton,
+    compaction,
+)
 from sglang_dflash.speculative.tree import DraftTree
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def make_tree(token: list[list[int]], parent: list[list[int]], valid: list[list[bool]] | None = None) -> DraftTree:
@@ -73,6 +81,17 @@ def test_walk_equals_the_reference(width: int, vocabulary: int, max_depth: int) 
         assert acceptance.token_BD[request].tolist() == [*drafted, bonus] + [0] * past
         assert bool(tree.valid_BW[request, path].all())
     assert width == 1 or len(lengths) > 1, "the walks must differ for this test to say anything"
+
+
+@pytest.mark.parametrize(("width", "vocabulary", "max_depth"), [(1, 4, 0), (2, 3, 1), (9, 2, 3), (65, 4, 15)])
+def test_triton_walks_the_same_way(width: int, vocabulary: int, max_depth: int) -> None:
+    tree, target_BW = random_batch(width + 1, 40, width, vocabulary)
+    expected = accept_tree_torch(tree, target_BW, max_depth=max_depth)
+    names = ("token_BW", "parent_BW", "depth_BW", "score_BW", "valid_BW")
+    on_device = DraftTree(**{name: getattr(tree, name).to(DEVICE) for name in names})
+    actual = accept_tree_triton(on_device, target_BW.to(DEVICE), max_depth=max_depth)
+    for name in ("row_BD", "length_B", "bonus_B", "token_BD"):
+        assert torch.equal(getattr(actual, name).cpu(), getattr(expected, name)), name
 
 
 def test_chain_accepts_up_to_the_first_mismatch() -> None:

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_dflash.kernels.tree_accept import accept_tree
-from sglang_dflash.kernels.tree_build import build_tree, build_tree_reference
+from sglang_dflash.kernels.tree_build import build_tree, build_tree_reference, build_tree_torch, build_tree_triton
+from sglang_dflash.kernels.tree_mask import ancestor_mask_reference
 from sglang_dflash.speculative.tree import DraftTree
 
 INF = float("inf")
@@ -103,41 +104,54 @@ def marginals(draw: st.DrawFn, possible_first: bool) -> list[list[float]]:
     return rows
 
 
-def assert_all_three_agree(logp_LK: list[list[float]], num_nodes: int, spine: bool) -> None:
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def assert_same_trees(actual: DraftTree, expected: DraftTree) -> None:
+    for one, other in zip(actual.tensors(), expected.tensors(), strict=True):
+        assert torch.equal(one.cpu(), other.cpu())
+
+
+def assert_all_agree(logp_LK: list[list[float]], num_nodes: int, spine: bool) -> None:
     expected = best_nodes(logp_LK, num_nodes, spine)
     assert build_tree_reference(logp_LK, num_nodes=num_nodes, spine=spine) == expected
     id_LK = distinct_ids(len(logp_LK), len(logp_LK[0]))
     bonus_B = torch.tensor([5])
-    tree = build_tree(id_LK[None], torch.tensor([logp_LK]), bonus_B, num_nodes=num_nodes, spine=spine)
+    inputs = (id_LK[None], torch.tensor([logp_LK]), bonus_B)
+    tree = build_tree_torch(*inputs, num_nodes=num_nodes, spine=spine)
+    on_device = [tensor.to(DEVICE) for tensor in inputs]
+    assert_same_trees(build_tree_triton(*on_device, num_nodes=num_nodes, spine=spine), tree)
     assert tree.width == num_nodes + 1
+    assert tree.mask_BWW is not None
+    assert tree.mask_BWW[0].tolist() == ancestor_mask_reference(tree.parent_BW[0].tolist())
     assert nodes_of(tree, 0, id_LK) == expected
     assert_well_formed(tree, bonus_B)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(logp_LK=marginals(possible_first=True), num_nodes=st.integers(1, 24))
 def test_tree_with_spine_is_the_chain_and_the_best_other_prefixes(logp_LK: list[list[float]], num_nodes: int) -> None:
-    assert_all_three_agree(logp_LK, num_nodes, spine=True)
+    assert_all_agree(logp_LK, num_nodes, spine=True)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(logp_LK=marginals(possible_first=False), num_nodes=st.integers(1, 24))
 def test_tree_without_spine_is_the_most_probable_prefixes(logp_LK: list[list[float]], num_nodes: int) -> None:
-    assert_all_three_agree(logp_LK, num_nodes, spine=False)
+    assert_all_agree(logp_LK, num_nodes, spine=False)
 
 
 @pytest.mark.parametrize("spine", [True, False])
 def test_fewer_prefixes_than_nodes_leaves_padding_at_the_end(spine: bool) -> None:
     logp_LK = [[-0.5, -1.5], [-0.25, -INF]]
     assert len(all_prefixes(logp_LK)) == 4
-    assert_all_three_agree(logp_LK, 9, spine)
+    assert_all_agree(logp_LK, 9, spine)
     tree = build_tree(distinct_ids(2, 2)[None], torch.tensor([logp_LK]), torch.tensor([5]), num_nodes=9, spine=spine)
     assert tree.valid_BW.tolist() == [[True] * 5 + [False] * 5]
 
 
 def test_position_without_a_possible_token_ends_the_spine_and_wastes_no_node() -> None:
     impossible_K = [-INF] * 4
-    assert_all_three_agree([[-0.5, -1.5, -2.5, -3.5], impossible_K, [-0.5, -1.5, -2.5, -3.5]], 4, spine=True)
+    assert_all_agree([[-0.5, -1.5, -2.5, -3.5], impossible_K, [-0.5, -1.5, -2.5, -3.5]], 4, spine=True)
 
 
 def test_no_set_of_prefixes_expects_more_accepted_tokens() -> None:
@@ -225,6 +239,16 @@ def test_requests_of_a_batch_do_not_touch_each_other() -> None:
         alone = build_tree(id_BLK[one], logp_BLK[one], bonus_B[one], num_nodes=11)
         for name in ("token_BW", "parent_BW", "depth_BW", "score_BW", "valid_BW"):
             assert torch.equal(getattr(batched, name)[one], getattr(alone, name)), name
+
+
+@pytest.mark.parametrize("spine", [True, False])
+@pytest.mark.parametrize(("depths", "ranks", "num_nodes"), [(1, 1, 1), (7, 16, 16), (7, 3, 33), (15, 64, 64)])
+def test_triton_builds_the_same_trees(depths: int, ranks: int, num_nodes: int, spine: bool) -> None:
+    id_BLK, logp_BLK = random_candidates(7, 3, depths, ranks)
+    logp_BLK = (4 * logp_BLK).round() / 4  # many ties
+    inputs = [tensor.to(DEVICE) for tensor in (id_BLK, logp_BLK, torch.arange(3))]
+    tree = build_tree_triton(*inputs, num_nodes=num_nodes, spine=spine)
+    assert_same_trees(tree, build_tree_torch(id_BLK, logp_BLK, torch.arange(3), num_nodes=num_nodes, spine=spine))
 
 
 @pytest.mark.parametrize("spine", [True, False])

@@ -116,7 +116,6 @@ def server(**change: Any) -> SimpleNamespace:
             "enable_dp_attention": False,
             "enable_mixed_chunk": False,
             "disaggregation_mode": "null",
-            "attention_backend": "ours",
             **change,
         }
     )
@@ -124,7 +123,7 @@ def server(**change: Any) -> SimpleNamespace:
 
 @pytest.mark.parametrize("change", [{}, {"page_size": None}, {"disaggregation_mode": None}])
 def test_servable_flags_are_taken(change: dict[str, Any]) -> None:
-    check_server(server(**change), backend="ours")
+    check_server(server(**change), backends=("ours", "ours"), allowed=("ours",))
 
 
 @pytest.mark.parametrize(
@@ -136,14 +135,23 @@ def test_servable_flags_are_taken(change: dict[str, Any]) -> None:
         ("enable_dp_attention", True, "--enable-dp-attention True", "remove the flag"),
         ("enable_mixed_chunk", True, "--enable-mixed-chunk True", "remove the flag"),
         ("disaggregation_mode", "prefill", "--disaggregation-mode prefill", "serve prefill and decode in one server"),
-        ("attention_backend", "fa3", "--attention-backend fa3", "set --attention-backend ours"),
     ],
 )
 def test_flag_that_cannot_be_served_is_refused(field: str, value: Any, flag: str, remedy: str) -> None:
     with pytest.raises(IncompatibleError) as refusal:
-        check_server(server(**{field: value}), backend="ours")
+        check_server(server(**{field: value}), backends=("ours", "ours"), allowed=("ours",))
     assert str(refusal.value).startswith(f"{flag} does not work with this worker: ")
     assert remedy in str(refusal.value)
+
+
+@pytest.mark.parametrize("backends", [("fa3", "fa3"), ("ours", "fa3"), ("fa3", "other"), (None, "ours")])
+def test_backend_without_a_tree_mask_is_refused(backends: tuple[str | None, ...]) -> None:
+    with pytest.raises(IncompatibleError) as refusal:
+        check_server(server(), backends=backends, allowed=("ours", "other"))
+    assert str(refusal.value).startswith(
+        f"--attention-backend {backends[0] if backends[0] != 'ours' else backends[1]} does"
+    )
+    assert "set --attention-backend ours or other" in str(refusal.value)
 
 
 def sampling(**change: Any) -> SimpleNamespace:

@@ -278,7 +278,7 @@ def test_the_progress_bar_shows_loss_tau_and_speed(
 def test_training_never_imports_sglang() -> None:
     script = (
         "import sys, sglang_dflash.train.loop\n"
-        "assert not [name for name in sys.modules if name.split('.')[0] in ('sglang', 'transformers', 'triton')]\n"
+        "assert not [name for name in sys.modules if name.split('.')[0] in ('sglang', 'transformers')]\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+
+from sglang_dflash.kernels.tree_mask import ancestor_mask, write_window_mask_reference
+from sglang_dflash.speculative.tree import DraftTree
+from sglang_dflash.speculative.verify import WindowMask, tree_verify_input
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PARENTS = torch.tensor([[-1, 0, 1, 0, 3], [-1, 0, 0, 0, -1], [-1, 0, 1, 2, 3]], device=DEVICE)
+CONTEXT = torch.tensor([3, 0, 7], device=DEVICE)
+SIZE = 5 * (10 + 5 * 3)
+
+
+def captured_mask(max_bs: int) -> SimpleNamespace:
+    buffer = torch.zeros(SIZE, dtype=torch.uint8, device=DEVICE)
+    return SimpleNamespace(buffer=buffer, fits=lambda bs: bs <= max_bs)
+
+
+def expected_mask() -> torch.Tensor:
+    expected = torch.zeros(SIZE, dtype=torch.uint8, device=DEVICE)
+    write_window_mask_reference(expected, ancestor_mask(PARENTS), CONTEXT)
+    return expected
+
+
+def test_a_captured_batch_is_masked_in_the_buffer_of_the_graphs() -> None:
+    mask = captured_mask(3)
+    window = WindowMask(SimpleNamespace(verify_mask=mask), 5)
+    given = window.write(ancestor_mask(PARENTS), CONTEXT, CONTEXT.cpu())
+    assert given.data_ptr() == mask.buffer.data_ptr() and given.shape == (1,)
+    assert torch.equal(mask.buffer, expected_mask())
+
+
+def test_a_larger_batch_has_a_buffer_of_its_own_that_grows() -> None:
+    for captured in (captured_mask(2), None):
+        window = WindowMask(SimpleNamespace(verify_mask=captured), 5)
+        # The host's lengths may run ahead of the device's.
+        given = window.write(ancestor_mask(PARENTS), CONTEXT, CONTEXT.cpu() + 4)
+        whole = torch.as_strided(given, (SIZE,), (1,))
+        assert torch.equal(whole, expected_mask())
+        assert captured is None or not captured.buffer.any()
+        small = window.write(ancestor_mask(PARENTS), CONTEXT // 2, CONTEXT.cpu() // 2)
+        assert small.data_ptr() == given.data_ptr()
+        assert window.write(ancestor_mask(PARENTS), CONTEXT, CONTEXT.cpu() + 400).data_ptr() != given.data_ptr()
+
+
+def test_rows_are_verified_at_their_depth() -> None:
+    depth_BW = torch.tensor([[0, 1, 2, 1, 2]])
+    tree = DraftTree(
+        token_BW=torch.arange(5)[None],
+        parent_BW=PARENTS[:1].cpu(),
+        depth_BW=depth_BW,
+        score_BW=torch.zeros(1, 5),
+        valid_BW=torch.ones(1, 5, dtype=torch.bool),
+        mask_BWW=ancestor_mask(PARENTS[:1].cpu()),
+    )
+    verify = tree_verify_input(tree, torch.tensor([9]))
+    assert verify.positions.tolist() == [9, 10, 11, 10, 11]
+    assert verify.draft_token.tolist() == [0, 1, 2, 3, 4] and verify.draft_token_num == 5
+    assert verify.custom_mask is None and verify.tree_mask_BWW is tree.mask_BWW
