@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
@@ -80,7 +81,7 @@ class Batch:
     label_R: torch.Tensor
 
     def to(self, device: torch.device) -> Batch:
-        return Batch(*(getattr(self, field.name).to(device) for field in fields(self)))
+        return Batch(*(getattr(self, field.name).to(device, non_blocking=True) for field in fields(self)))
 
 
 def load_samples(
@@ -199,6 +200,15 @@ def batches(
     for step in range(first_step, len(steps)):
         group = [samples[index] for index in steps[step]]
         yield make_batch(group, anchors_per_sample, block_size, max_length, stream(seed, step, "anchors"))
+
+
+def made_ahead(made: Iterator[Batch]) -> Iterator[Batch]:
+    """The same batches; the next one is made in a thread while this one is used."""
+    with ThreadPoolExecutor(1) as pool:
+        following = pool.submit(next, made, None)
+        while (batch := following.result()) is not None:
+            following = pool.submit(next, made, None)
+            yield batch
 
 
 def pad_taps(samples: Sequence[Sample], max_length: int) -> torch.Tensor:

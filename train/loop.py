@@ -36,6 +36,7 @@ from sglang_dflash.train.data import (
     batches,
     fingerprint,
     load_samples,
+    made_ahead,
     plan,
     split,
     stream,
@@ -274,7 +275,7 @@ def _steps(run: _Run, first_step: int, stop: list[int], show: bool) -> tuple[int
     bar = tqdm(total=total, initial=first_step, unit="step", desc="train", disable=not show, dynamic_ncols=True)
     # Line by line, so that a killed run has the lines of its last checkpoint.
     with (config.output.folder / METRICS).open("a", buffering=1) as metrics, bar:
-        for batch in stream_of_batches:
+        for batch in made_ahead(stream_of_batches) if run.device.type == "cuda" else stream_of_batches:
             elapsed = time.monotonic() - started
             if elapsed >= seconds or stop:
                 break
