@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -113,9 +114,15 @@ class Server:
     def post(self, path: str, payload: dict[str, Any]) -> Any:
         return post(self.url, path, payload)
 
-    def post_text(self, path: str) -> str:
-        """POST nothing to an endpoint that answers in words; an error status raises ``urllib.error.HTTPError``."""
-        request = urllib.request.Request(self.url + path, b"", method="POST")
+    def post_text(self, path: str, payload: dict[str, Any] | None = None) -> str:
+        """POST JSON, or nothing, to an endpoint that answers in words or not at all.
+
+        Raises:
+            urllib.error.HTTPError: an error status.
+        """
+        body = b"" if payload is None else json.dumps(payload).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self.url + path, body, headers, method="POST")
         with urllib.request.urlopen(request, timeout=60) as response:
             return str(response.read().decode())
 

@@ -254,6 +254,16 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol("sglang.srt.lora.layers.unwrap_lora_layer", "speculative.worker"),
     Symbol("sglang.srt.speculative.spec_tp_sync.SpecTpSyncSite.DFLASH_ACCEPT_GREEDY", "speculative.worker"),
     Symbol("sglang.srt.speculative.spec_utils.draft_tp_context", "speculative.worker"),
+    Symbol(
+        "sglang.srt.speculative.spec_utils.build_grammar_vocab_mask",
+        "speculative.worker",
+        ("reqs", "tree", "sampling_info", "device", "barrier"),
+    ),
+    Symbol(
+        "sglang.srt.speculative.spec_utils.GrammarTree.from_device",
+        "speculative.verify",
+        ("retrieve_next_token", "retrieve_next_sibling", "draft_token"),
+    ),
 )
 
 

@@ -52,6 +52,9 @@ class DDTreeAlgorithm(CustomSpecAlgo):
     def supports_prefill_shared_read_done(self) -> bool:
         return True
 
+    def supports_grammar_overlap(self) -> bool:
+        return True
+
     def need_topk(self) -> bool:
         return False
 

@@ -179,18 +179,10 @@ def refused_request(
 ) -> str | None:
     """Why a request cannot be served exactly, or None. ``sampling`` is SGLang's ``SamplingParams``.
 
-    Greedy and sampled decoding with logit bias, stop conditions and log-probs are exact. What would change the target's
-    choice along a path in ways that this worker does not follow yet is refused rather than approximated.
+    Greedy and sampled decoding with penalties, grammars, logit bias, stop conditions and log-probs are exact. What would change
+    the target's choice along a path in ways that this worker does not follow yet is refused rather than approximated.
     """
     neutral = {
-        "frequency_penalty": 0.0,
-        "presence_penalty": 0.0,
-        "repetition_penalty": 1.0,
-        "min_new_tokens": 0,
-        "json_schema": None,
-        "regex": None,
-        "ebnf": None,
-        "structural_tag": None,
         "watermark": None,
         "beam_width": None,
         "sampling_seed": None,

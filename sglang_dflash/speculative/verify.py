@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+from sglang.srt.speculative.spec_utils import GrammarTree
 
 from sglang_dflash.kernels.tree_mask import write_window_mask
 from sglang_dflash.speculative.tree import DraftTree
@@ -40,6 +41,25 @@ def tree_verify_input(
         tree_mask_BWW=tree.mask_BWW,
         custom_mask=custom_mask,
     )
+
+
+def grammar_links(tree: DraftTree) -> GrammarTree:
+    """The tree as SGLang walks it for a grammar: each row's first child and next sibling (-1: none), on their way to the host."""
+    row_W = torch.arange(tree.width, device=tree.parent_BW.device)
+    valid_BW1 = tree.valid_BW[:, :, None]
+    # Rows of dim 1 are candidates for being linked to from rows of dim 2.
+    is_child_BWW = valid_BW1 & (tree.parent_BW[:, :, None] == row_W)
+    is_later_sibling_BWW = (
+        valid_BW1
+        & tree.valid_BW[:, None, :]
+        & (tree.parent_BW[:, :, None] == tree.parent_BW[:, None, :])
+        & (row_W[:, None] > row_W)
+    )
+    child_BW, sibling_BW = (
+        torch.where(link_BWW.any(dim=1), link_BWW.to(torch.int8).argmax(dim=1), -1)
+        for link_BWW in (is_child_BWW, is_later_sibling_BWW)
+    )
+    return GrammarTree.from_device(child_BW, sibling_BW, tree.token_BW)
 
 
 class WindowMask:

@@ -23,7 +23,7 @@ from sglang.srt.runtime_context import get_exec, get_spec
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from sglang.srt.speculative.draft_worker_common import make_draft_block_spec_info
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
-from sglang.srt.speculative.spec_utils import draft_tp_context
+from sglang.srt.speculative.spec_utils import build_grammar_vocab_mask, draft_tp_context
 
 from sglang_dflash.kernels.tree_accept import Acceptance, accept_tree
 from sglang_dflash.kernels.tree_build import build_tree
@@ -33,8 +33,9 @@ from sglang_dflash.speculative.captured import DraftTail
 from sglang_dflash.speculative.commit import accepted_index, compact_target_kv, gather_accepted
 from sglang_dflash.speculative.compatibility import IncompatibleError, check_block
 from sglang_dflash.speculative.draft import BlockRows, block_forward_batch, block_rows, draft_candidates
+from sglang_dflash.speculative.penalties import PathPenalties
 from sglang_dflash.speculative.tree import DraftTree
-from sglang_dflash.speculative.verify import WindowMask, tree_verify_input
+from sglang_dflash.speculative.verify import WindowMask, grammar_links, tree_verify_input
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class TreeWorker(DFlashWorkerV2):
         self.num_nodes = self.width - 1
         self.tree_topk = (read_options().tree_topk or self.num_nodes) if self.is_tree else 1
         self.max_depth = min(self.num_nodes, self.block_size - 1)
+        self._penalties = PathPenalties(int(self.model_runner.model_config.vocab_size), self.device)
         self._draft_tail: DraftTail | None = None
         self._window_mask: WindowMask | None = None
         self._avoid_fused_qk_norm_rope()
@@ -106,13 +108,18 @@ class TreeWorker(DFlashWorkerV2):
     ) -> GenerationBatchResult:
         """One scheduler step: SGLang's prefill for an extend batch, one speculative round for a decode batch."""
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch or batch.forward_mode.is_idle():
+            self._penalties.start(batch.reqs)
             return super().forward_batch_generation(batch, on_publish, grammar_barrier, pp_proxy_tensors)
         window = self._window(batch)
         tree = self._draft_tree(batch, window)
+        # On its way to the host while the target runs.
+        grammar_tree = grammar_links(tree) if batch.has_grammar else None
         logits_output, can_run_cuda_graph = self._verify(batch, tree, window)
+        self._adjust(logits_output.next_token_logits, tree, batch, grammar_tree, grammar_barrier)
         target_token_BW = choose_tokens(logits_output.next_token_logits, batch.sampling_info, self.width)
         self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, target_token_BW)
         acceptance = accept_tree(tree, target_token_BW, max_depth=self.max_depth)
+        self._penalties.commit(tree, acceptance, batch.reqs)
         commit_len_B = (acceptance.length_B + 1).to(torch.int32)
         new_seq_lens_B = window.context_len_B + commit_len_B.to(window.context_len_B.dtype)
         if batch.return_logprob:
@@ -134,6 +141,22 @@ class TreeWorker(DFlashWorkerV2):
             speculative_output_stride=self.max_depth + 1,
             new_seq_lens=new_seq_lens_B,
         )
+
+    def _adjust(
+        self, logits_TV: torch.Tensor, tree: DraftTree, batch: ScheduleBatch, grammar_tree: Any, grammar_barrier: Any
+    ) -> None:
+        """Penalties, then the grammar, on every row, in SGLang's order; ``choose_tokens`` adds the logit bias."""
+        self._penalties.apply(logits_TV, tree, batch.reqs)
+        if grammar_tree is not None:
+            mask = build_grammar_vocab_mask(
+                reqs=batch.reqs,
+                tree=grammar_tree,
+                sampling_info=batch.sampling_info,
+                device=logits_TV.device,
+                barrier=grammar_barrier,
+            )
+            if mask is not None:
+                mask.apply(logits_TV)
 
     def _window(self, batch: ScheduleBatch) -> _Window:
         size = max(self.block_size, self.width)

@@ -4,9 +4,10 @@ from types import SimpleNamespace
 
 import torch
 
+from sglang_dflash.kernels.tree_build import build_tree
 from sglang_dflash.kernels.tree_mask import ancestor_mask, write_window_mask_reference
 from sglang_dflash.speculative.tree import DraftTree
-from sglang_dflash.speculative.verify import WindowMask, tree_verify_input
+from sglang_dflash.speculative.verify import WindowMask, grammar_links, tree_verify_input
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PARENTS = torch.tensor([[-1, 0, 1, 0, 3], [-1, 0, 0, 0, -1], [-1, 0, 1, 2, 3]], device=DEVICE)
@@ -60,3 +61,32 @@ def test_rows_are_verified_at_their_depth() -> None:
     assert verify.positions.tolist() == [9, 10, 11, 10, 11]
     assert verify.draft_token.tolist() == [0, 1, 2, 3, 4] and verify.draft_token_num == 5
     assert verify.custom_mask is None and verify.tree_mask_BWW is tree.mask_BWW
+
+
+def walk(child_W: list[int], sibling_W: list[int], row: int = 0) -> list[tuple[int, int]]:
+    """(parent, row) of every row below ``row``, as SGLang's traversal meets them."""
+    found, node = [], child_W[row]
+    while node != -1:
+        found += [(row, node), *walk(child_W, sibling_W, node)]
+        node = sibling_W[node]
+    return found
+
+
+def test_a_grammar_walks_every_row_of_the_tree_and_no_padding() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logp_BLK, id_BLK = torch.randn(20, 4, 9, generator=generator).log_softmax(-1).topk(3)
+    logp_BLK[10:, 2:] = -torch.inf  # too few prefixes for the tree
+    tree = build_tree(id_BLK, logp_BLK, torch.zeros(20, dtype=torch.int64), num_nodes=14)
+    child_BW, sibling_BW, token_BW = grammar_links(tree).resolve()
+    assert torch.equal(token_BW, tree.token_BW)
+    for request in range(20):
+        expected = [(int(tree.parent_BW[request, row]), row) for row in range(1, 15) if tree.valid_BW[request, row]]
+        assert sorted(walk(child_BW[request].tolist(), sibling_BW[request].tolist())) == sorted(expected)
+        assert sibling_BW[request, 0] == -1
+    assert not tree.valid_BW.all()
+
+
+def test_a_chain_is_walked_to_its_end() -> None:
+    chain = DraftTree.chain(torch.tensor([[4, 4, 2]]), torch.tensor([4]))
+    child_BW, sibling_BW, _ = grammar_links(chain).resolve()
+    assert child_BW.tolist() == [[1, 2, 3, -1]] and sibling_BW.tolist() == [[-1] * 4]
