@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 # Batches are made of requests of similar length, for little padding; this share of noise gives other neighbours every epoch.
 LENGTH_NOISE = 0.25
 NAMED_IN_ERROR = 5
+SCALE_SAMPLES = 512
 
 
 class Sample(Protocol):
@@ -136,15 +137,16 @@ def fingerprint(samples: list[Sample]) -> str:
 
 
 def tap_scale(samples: list[Sample]) -> torch.Tensor:
-    """1 / root mean square of every tap feature over all rows but each request's first, fp32 ``[F]``.
+    """1 / root mean square of every tap feature over the rows, but each request's first, of up to ``SCALE_SAMPLES`` requests:
+    fp32 ``[F]``.
 
     Residual streams have a few features a thousand times larger than the rest, and an attention sink at the first token that
     is larger still; unscaled, they are all that ``fc`` sees. A feature that is next to nothing is not blown up without bound.
     """
     square_F = torch.zeros(samples[0].hidden.shape[1], dtype=torch.float64)
     rows = 0
-    for sample in samples:
-        square_F += sample.hidden[1:].double().square().sum(dim=0)
+    for sample in samples[:: -(-len(samples) // SCALE_SAMPLES)]:
+        square_F += sample.hidden[1:].float().square().sum(dim=0)
         rows += len(sample.hidden) - 1
     size_F = (square_F / rows).sqrt()
     return size_F.clamp_min(1e-3 * float(size_F.median()) + 1e-6).reciprocal().float()

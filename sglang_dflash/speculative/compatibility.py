@@ -139,7 +139,6 @@ def check_server(cfg: Any, *, backends: tuple[str | None, ...], allowed: tuple[s
         IncompatibleError: names the flag, its value, the reason and the remedy.
     """
     refusals = (
-        ("page_size", cfg.page_size not in (None, 1), "accepted rows move by single slots", "set --page-size 1"),
         (
             "speculative_draft_window_size",
             cfg.speculative_draft_window_size is not None,

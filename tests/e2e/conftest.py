@@ -99,9 +99,9 @@ def drafter(work: Path, target: Path, dumped: Dumped) -> Path:
 ARMS = {
     "DFLASH": ("--speculative-algorithm", "DFLASH"),
     "one branch": ("--speculative-algorithm", "DDTREE", "--speculative-num-draft-tokens", "8"),
-    "width 5": ("--speculative-algorithm", "DDTREE", "--speculative-num-draft-tokens", "5"),
+    "width 5": ("--speculative-algorithm", "DDTREE", "--speculative-num-draft-tokens", "5", "--page-size", "64"),
     "width 17": ("--speculative-algorithm", "DDTREE"),
-    "width 33": ("--speculative-algorithm", "DDTREE", "--speculative-num-draft-tokens", "33"),
+    "width 33": ("--speculative-algorithm", "DDTREE", "--speculative-num-draft-tokens", "33", "--page-size", "16"),
 }
 
 

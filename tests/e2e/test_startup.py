@@ -36,6 +36,29 @@ def _variant(folder: Path, drafter: Path, **changes: object) -> str:
     return str(folder)
 
 
+OTHER_VERSION = """
+import sys
+from importlib import metadata
+real = metadata.version
+metadata.version = lambda name: "0.5.99" if name == "sglang" else real(name)
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.server_args import prepare_server_args
+prepare_server_args(sys.argv[1:]).resolve_once()
+"""
+
+
+def test_another_sglang_is_refused_by_the_contract(target: Path, drafter: Path) -> None:
+    flags = ["--model-path", str(target), "--speculative-algorithm", "DDTREE"]
+    flags += ["--speculative-draft-model-path", str(drafter)]
+    done = subprocess.run(
+        [sys.executable, "-c", OTHER_VERSION, *flags], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode != 0
+    assert "ContractError: sglang-dflash contract with SGLang 0.5.99: DOES NOT HOLD" in done.stderr
+    assert "install one of: 0.5.23" in done.stderr
+
+
 @pytest.fixture(scope="module")
 def answers(target: Path, drafter: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     work = tmp_path_factory.mktemp("startup")
@@ -53,7 +76,7 @@ def answers(target: Path, drafter: Path, tmp_path_factory: pytest.TempPathFactor
         "taps unsorted": [*tree, draft, _variant(work / "c", drafter, target_layer_ids=[8, 1, 14, 21, 27])],
         "tap out of range": [*chain, draft, _variant(work / "d", drafter, target_layer_ids=[1, 8, 14, 21, 29])],
         "mask token": [*tree, draft, _variant(work / "e", drafter, mask_token_id=49152)],
-        "page size": [*tree, *good, "--page-size", "16"],
+        "draft window": [*tree, *good, "--speculative-draft-window-size", "64"],
     }
     (work / "cases.json").write_text(json.dumps(cases))
     command = [sys.executable, "-c", SCRIPT, str(work / "cases.json"), str(work / "answers.json")]
@@ -77,7 +100,7 @@ def test_accepts_what_fits(answers: dict[str, str], case: str) -> None:
         ("taps unsorted", "must be strictly ascending"),
         ("tap out of range", "allowed are 0 to 28"),
         ("mask token", "allowed are 0 to 49151"),
-        ("page size", "--page-size 16 does not work with this worker"),
+        ("draft window", "--speculative-draft-window-size 64 does not work with this worker"),
     ],
 )
 def test_refuses_what_does_not_fit(answers: dict[str, str], case: str, words: str) -> None:

@@ -110,7 +110,6 @@ def test_block_in_range_is_returned(block: int) -> None:
 def server(**change: Any) -> SimpleNamespace:
     return SimpleNamespace(
         **{
-            "page_size": 1,
             "speculative_draft_window_size": None,
             "pp_size": 1,
             "enable_dp_attention": False,
@@ -121,7 +120,7 @@ def server(**change: Any) -> SimpleNamespace:
     )
 
 
-@pytest.mark.parametrize("change", [{}, {"page_size": None}, {"disaggregation_mode": None}])
+@pytest.mark.parametrize("change", [{}, {"disaggregation_mode": None}])
 def test_servable_flags_are_taken(change: dict[str, Any]) -> None:
     check_server(server(**change), backends=("ours", "ours"), allowed=("ours",))
 
@@ -129,7 +128,6 @@ def test_servable_flags_are_taken(change: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "flag", "remedy"),
     [
-        ("page_size", 16, "--page-size 16", "set --page-size 1"),
         ("speculative_draft_window_size", 512, "--speculative-draft-window-size 512", "remove the flag"),
         ("pp_size", 2, "--pp-size 2", "set --pp-size 1"),
         ("enable_dp_attention", True, "--enable-dp-attention True", "remove the flag"),
