@@ -1,4 +1,4 @@
-"""Acceptance: walk a draft tree along the target's own choices, and what the accepted path needs moved.
+"""Acceptance: walk a draft tree along the target's own choices.
 
 From the root, the walk descends to the child that carries the target's token at the current row, and stops where there is
 none; that token is the next bonus. The result depends on the drafter only in how far the walk gets. Siblings carry different
@@ -130,19 +130,6 @@ def accept_tree_torch(tree: DraftTree, target_token_BW: torch.Tensor, *, max_dep
         bonus_B=target_token_BW.gather(1, row_B[:, None])[:, 0],
         token_BD=torch.where(place_D <= length_B[:, None], emitted_BD, 0),
     )
-
-
-def compaction(acceptance: Acceptance, slot_BW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """KV slots ``(source, destination)``, each ``[B, D1]``, that bring the accepted path to the front of its window.
-
-    Place i of the path goes to slot i. Rows are numbered so that a path's row i is never before i, so no destination lies
-    behind its source: gather all sources, then scatter. Places past the path move onto themselves.
-    """
-    places = acceptance.row_BD.shape[1]
-    place_D = torch.arange(places, device=slot_BW.device)
-    destination_BD = slot_BW[:, :places]
-    source_BD = slot_BW.gather(1, acceptance.row_BD)
-    return torch.where(place_D <= acceptance.length_B[:, None], source_BD, destination_BD), destination_BD
 
 
 def accept_reference(

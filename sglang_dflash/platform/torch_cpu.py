@@ -76,6 +76,8 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
             server_args.dtype = "float32"
         if given.attention_backend is None:
             server_args.attention_backend = BACKEND_NAME
+        # An idle scheduler that polls would take a core from whatever else runs here, the client first of all.
+        server_args.sleep_on_idle = True
         if given.max_total_tokens is None:
             server_args.max_total_tokens = DEFAULT_MAX_TOTAL_TOKENS
 

@@ -8,7 +8,6 @@ one log-partition per position, never logits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,28 +16,12 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-
-@dataclass(frozen=True)
-class BlockRows:
-    """The rows of one draft block per request, ``[requests, block]`` each: token ids, positions and KV slots (int64)."""
-
-    token_BT: torch.Tensor
-    position_BT: torch.Tensor
-    slot_BT: torch.Tensor
-
-
-def block_rows(
-    bonus_B: torch.Tensor, context_len_B: torch.Tensor, slot_BT: torch.Tensor, *, mask_token_id: int
-) -> BlockRows:
-    """Rows of the draft block: the bonus token as anchor, then MASK, at the positions after the committed context."""
-    token_BT = torch.full_like(slot_BT, mask_token_id)
-    token_BT[:, 0] = bonus_B
-    position_BT = context_len_B[:, None].to(torch.int64) + torch.arange(slot_BT.shape[1], device=slot_BT.device)
-    return BlockRows(token_BT, position_BT, slot_BT)
+from sglang_dflash.kernels.round_plan import Opened
 
 
 def block_forward_batch(
-    rows: BlockRows,
+    rows: Opened,
+    slot_BT: torch.Tensor,
     *,
     embedding_TH: torch.Tensor,
     req_pool_indices_B: torch.Tensor,
@@ -46,7 +29,7 @@ def block_forward_batch(
     context_len_cpu_B: torch.Tensor,
     spec_info: Any,
 ) -> ForwardBatch:
-    """The drafter's forward batch. Its attention mask (bidirectional or causal) is the draft layers' own."""
+    """The drafter's forward batch; ``slot_BT`` are the block's KV slots. Its attention mask is the draft layers' own."""
     batch_size, block = rows.token_BT.shape
     return ForwardBatch(
         forward_mode=ForwardMode.TARGET_VERIFY,
@@ -54,7 +37,7 @@ def block_forward_batch(
         input_ids=rows.token_BT.reshape(-1),
         req_pool_indices=req_pool_indices_B,
         seq_lens=context_len_B,
-        out_cache_loc=rows.slot_BT.reshape(-1),
+        out_cache_loc=slot_BT.view(-1),
         seq_lens_sum=int(context_len_cpu_B.sum()) + batch_size * block,
         seq_lens_cpu=context_len_cpu_B + block,
         positions=rows.position_BT.reshape(-1),

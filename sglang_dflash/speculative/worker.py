@@ -25,14 +25,14 @@ from sglang.srt.speculative.draft_worker_common import make_draft_block_spec_inf
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import build_grammar_vocab_mask, draft_tp_context
 
-from sglang_dflash.kernels.tree_accept import Acceptance, accept_tree
+from sglang_dflash.kernels.round_plan import CommitPlan, Opened, open_round, plan_commit
+from sglang_dflash.kernels.tree_accept import accept_tree
 from sglang_dflash.kernels.tree_build import build_tree
 from sglang_dflash.options import read_options
 from sglang_dflash.speculative.accept import choose_tokens
 from sglang_dflash.speculative.captured import DraftTail
-from sglang_dflash.speculative.commit import accepted_index, compact_target_kv, gather_accepted
 from sglang_dflash.speculative.compatibility import IncompatibleError, check_block
-from sglang_dflash.speculative.draft import BlockRows, block_forward_batch, block_rows, draft_candidates
+from sglang_dflash.speculative.draft import block_forward_batch, draft_candidates
 from sglang_dflash.speculative.penalties import PathPenalties
 from sglang_dflash.speculative.tree import DraftTree
 from sglang_dflash.speculative.verify import WindowMask, grammar_links, tree_verify_input
@@ -40,9 +40,9 @@ from sglang_dflash.speculative.verify import WindowMask, grammar_links, tree_ver
 
 @dataclass(frozen=True)
 class _Window:
-    """The KV slots after each request's committed context: ``[requests, max(block, width)]`` int64."""
+    """What follows each request's committed context: a round's rows and slots, and the context's length on device and host."""
 
-    slot_BS: torch.Tensor
+    rows: Opened
     context_len_B: torch.Tensor
     context_len_cpu_B: torch.Tensor
 
@@ -120,26 +120,24 @@ class TreeWorker(DFlashWorkerV2):
         self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, target_token_BW)
         acceptance = accept_tree(tree, target_token_BW, max_depth=self.max_depth)
         self._penalties.commit(tree, acceptance, batch.reqs)
-        commit_len_B = (acceptance.length_B + 1).to(torch.int32)
-        new_seq_lens_B = window.context_len_B + commit_len_B.to(window.context_len_B.dtype)
+        plan = plan_commit(acceptance, window.context_len_B, window.rows.slot_BS, width=self.width)
         if batch.return_logprob:
-            index_BD = accepted_index(acceptance, self.width)
-            compute_spec_logprobs(batch, logits_output, target_token_BW.reshape(-1), accept_index=index_BD)
+            compute_spec_logprobs(batch, logits_output, target_token_BW.reshape(-1), accept_index=plan.hidden_BD)
         if on_publish is not None:
-            on_publish(new_seq_lens_B)
-        self._commit(logits_output.hidden_states, tree, acceptance, commit_len_B, window)
+            on_publish(plan.new_context_len_B)
+        self._commit(logits_output.hidden_states, tree, plan)
         logits_output.hidden_states = None
         return GenerationBatchResult(
             logits_output=logits_output,
             next_token_ids=acceptance.token_BD.reshape(-1),
-            accept_lens=commit_len_B,
+            accept_lens=plan.length_B,
             can_run_cuda_graph=can_run_cuda_graph,
             next_draft_input=self._make_next_draft_input_decode(
-                bonus_tokens=acceptance.bonus_B, new_seq_lens=new_seq_lens_B
+                bonus_tokens=acceptance.bonus_B, new_seq_lens=plan.new_context_len_B
             ),
             speculative_num_draft_tokens=self.width,
             speculative_output_stride=self.max_depth + 1,
-            new_seq_lens=new_seq_lens_B,
+            new_seq_lens=plan.new_context_len_B,
         )
 
     def _adjust(
@@ -159,17 +157,19 @@ class TreeWorker(DFlashWorkerV2):
                 mask.apply(logits_TV)
 
     def _window(self, batch: ScheduleBatch) -> _Window:
-        size = max(self.block_size, self.width)
-        column_BS = batch.seq_lens[:, None] + torch.arange(size, device=batch.seq_lens.device)
-        req_to_token = self.model_runner.req_to_token_pool.req_to_token
+        rows = open_round(
+            batch.spec_info.bonus_tokens.view(-1),
+            batch.seq_lens,
+            batch.req_pool_indices,
+            self.model_runner.req_to_token_pool.req_to_token,
+            block_size=self.block_size,
+            num_slots=max(self.block_size, self.width),
+            mask_token_id=self._mask_token_id,
+        )
         context_len_cpu_B = batch.seq_lens_cpu
         if context_len_cpu_B is None:
             context_len_cpu_B = batch.spec_info.nxt_kv_lens_cpu
-        return _Window(
-            slot_BS=req_to_token[batch.req_pool_indices[:, None], column_BS].to(torch.int64),
-            context_len_B=batch.seq_lens,
-            context_len_cpu_B=context_len_cpu_B,
-        )
+        return _Window(rows, batch.seq_lens, context_len_cpu_B)
 
     def _plan(self, batch: ScheduleBatch, window: _Window, slot_BT: torch.Tensor) -> Any:
         return self.model_runner.kv_index_translator.plan(
@@ -181,13 +181,8 @@ class TreeWorker(DFlashWorkerV2):
         )
 
     def _draft_tree(self, batch: ScheduleBatch, window: _Window) -> DraftTree:
-        rows = block_rows(
-            batch.spec_info.bonus_tokens.view(-1),
-            window.context_len_B,
-            window.slot_BS[:, : self.block_size],
-            mask_token_id=self._mask_token_id,
-        )
-        output = self._draft_forward(batch, window, rows)
+        rows = window.rows
+        output = self._draft_forward(batch, window)
         if self._draft_tail is not None and output.can_run_graph:
             return self._draft_tail.trees(len(rows.token_BT))
         hidden_BTH = output.logits_output.hidden_states.view(*rows.token_BT.shape, -1)
@@ -206,25 +201,29 @@ class TreeWorker(DFlashWorkerV2):
             return DraftTree.chain(id_TK.view(shape)[:, : self.num_nodes, 0], bonus_B)
         return build_tree(id_TK.view(shape), logp_TK.view(shape), bonus_B, num_nodes=self.num_nodes)
 
-    def _draft_forward(self, batch: ScheduleBatch, window: _Window, rows: BlockRows) -> Any:
+    def _draft_forward(self, batch: ScheduleBatch, window: _Window) -> Any:
         """The drafter over the block of every request: SGLang's ``ModelRunnerOutput``."""
-        embedding_BTH = self.target_worker.model_runner.model.get_input_embeddings()(rows.token_BT)
-        embedding_TH = embedding_BTH.reshape(-1, embedding_BTH.shape[-1]) * self._noise_embed_scale
+        embedding_BTH = self.target_worker.model_runner.model.get_input_embeddings()(window.rows.token_BT)
+        embedding_TH = embedding_BTH.reshape(-1, embedding_BTH.shape[-1])
+        if self._noise_embed_scale != 1:
+            embedding_TH = embedding_TH * self._noise_embed_scale
+        slot_BT = window.rows.slot_BS[:, : self.block_size].contiguous()
         forward_batch = block_forward_batch(
-            rows,
+            window.rows,
+            slot_BT,
             embedding_TH=embedding_TH.to(self.draft_model_runner.dtype),
             req_pool_indices_B=batch.req_pool_indices,
             context_len_B=window.context_len_B,
             context_len_cpu_B=window.context_len_cpu_B,
             spec_info=self._draft_block_spec_info,
         )
-        self._plan(batch, window, rows.slot_BT).bind(forward_batch, self.draft_model_runner.kv_index_translator)
+        self._plan(batch, window, slot_BT).bind(forward_batch, self.draft_model_runner.kv_index_translator)
         with torch.inference_mode(), draft_tp_context(self.draft_parallel_layout):
             return self.draft_model_runner.forward(forward_batch)
 
     def _verify(self, batch: ScheduleBatch, tree: DraftTree, window: _Window) -> tuple[Any, bool]:
         """The target's logits and taps for every row of the trees."""
-        slot_BW = window.slot_BS[:, : self.width]
+        slot_BW = window.rows.slot_BS[:, : self.width]
         custom_mask = None
         if self._window_mask is not None and tree.mask_BWW is not None:
             custom_mask = self._window_mask.write(tree.mask_BWW, window.context_len_B, window.context_len_cpu_B)
@@ -245,25 +244,20 @@ class TreeWorker(DFlashWorkerV2):
             logits_output.next_token_logits = processor.finish_deferred_gather(logits_output.next_token_logits)
         return logits_output, output.can_run_cuda_graph
 
-    def _commit(
-        self,
-        hidden_TF: torch.Tensor,
-        tree: DraftTree,
-        acceptance: Acceptance,
-        commit_len_B: torch.Tensor,
-        window: _Window,
-    ) -> None:
+    def _commit(self, hidden_TF: torch.Tensor, tree: DraftTree, plan: CommitPlan) -> None:
+        """The accepted path becomes context, in the target's KV pool and in the drafter's.
+
+        Its rows lie anywhere in the window of a tree. Taps are gathered row by row: a contiguous slice would hand the drafter
+        the taps of rejected nodes.
+        """
         if not tree.is_chain:
-            compact_target_kv(self.model_runner.token_to_kv_pool, acceptance, window.slot_BS[:, : self.width])
-        depth = self.max_depth + 1
-        slot_BD = window.slot_BS[:, :depth].contiguous()
-        position_BD = window.context_len_B[:, None].to(torch.int64) + torch.arange(depth, device=slot_BD.device)
+            self.model_runner.token_to_kv_pool.move_kv_cache(plan.slot_BD.view(-1), plan.source_BD.view(-1))
         self._append_target_hidden_to_draft_kv_by_loc(
-            target_hidden=gather_accepted(hidden_TF, acceptance, self.width),
-            cache_loc=slot_BD.reshape(-1),
-            cache_loc_2d=slot_BD,
-            positions=position_BD.reshape(-1),
-            commit_lens=commit_len_B,
+            target_hidden=hidden_TF.index_select(0, plan.hidden_BD.view(-1)),
+            cache_loc=plan.slot_BD.view(-1),
+            cache_loc_2d=plan.slot_BD,
+            positions=plan.position_BD.view(-1),
+            commit_lens=plan.length_B,
         )
 
     def _append_target_hidden_to_draft_kv_by_loc(self, *, target_hidden: torch.Tensor, **kwargs: Any) -> None:

@@ -10,7 +10,6 @@ from sglang_dflash.kernels.tree_accept import (
     accept_tree,
     accept_tree_torch,
     accept_tree_triton,
-    compaction,
 )
 from sglang_dflash.speculative.tree import DraftTree
 
@@ -140,48 +139,9 @@ def test_target_token_of_the_root_itself_accepts_nothing() -> None:
     assert accept_tree(tree, torch.tensor([[9, 9]]), max_depth=1).length_B.tolist() == [0]
 
 
-@pytest.mark.parametrize(("width", "max_depth"), [(9, 8), (9, 3), (33, 7)])
-def test_compaction_brings_the_path_to_the_front(width: int, max_depth: int) -> None:
-    batch = 100
-    tree, target_BW = random_batch(width + 1, batch, width, 3)
-    acceptance = accept_tree(tree, target_BW, max_depth=max_depth)
-    pool_size = batch * width + 50
-    slots = torch.randperm(pool_size, generator=torch.Generator().manual_seed(0))[: batch * width]
-    slot_BW = slots.view(batch, width)
-    source_BD, destination_BD = compaction(acceptance, slot_BW)
-    before = torch.arange(pool_size)
-    after = before.clone()
-    after[destination_BD.reshape(-1)] = before[source_BD.reshape(-1)]
-    moved = 0
-    for request, length in enumerate(acceptance.length_B.tolist()):
-        window = slot_BW[request].tolist()
-        rows = acceptance.row_BD[request, : length + 1].tolist()
-        assert all(row >= place for place, row in enumerate(rows)), "a destination lies behind its source"
-        assert after[window[: length + 1]].tolist() == [window[row] for row in rows]
-        assert torch.equal(after[window[length + 1 :]], before[window[length + 1 :]])
-        moved += sum(row != place for place, row in enumerate(rows))
-    assert moved > 0
-    outside = torch.ones(pool_size, dtype=torch.bool)
-    outside[slots] = False
-    assert torch.equal(after[outside], before[outside])
-
-
-def test_spine_path_moves_nothing() -> None:
-    """Rows 1 to 3 are the spine, row 4 a branch; whatever part of the spine is accepted stays where it is."""
-    tree = make_tree([[9, 1, 2, 3, 4]] * 4, [[-1, 0, 1, 2, 0]] * 4)
-    target_BW = torch.tensor([[1, 2, 3, 0, 0], [1, 2, 0, 0, 0], [0, 0, 0, 0, 0], [4, 0, 0, 0, 0]])
-    slot_BW = torch.randperm(20, generator=torch.Generator().manual_seed(1)).view(4, 5)
-    source_BD, destination_BD = compaction(accept_tree(tree, target_BW, max_depth=3), slot_BW)
-    assert torch.equal(source_BD[:3], destination_BD[:3])
-    assert source_BD[3, 1] == slot_BW[3, 4] and destination_BD[3, 1] == slot_BW[3, 1]
-
-
 def test_traces_without_a_graph_break() -> None:
     tree, target_BW = random_batch(7, 4, 9, 3)
     traced = torch.compile(accept_tree, fullgraph=True, backend="eager")(tree, target_BW, max_depth=5)
     plain = accept_tree(tree, target_BW, max_depth=5)
     for name in ("row_BD", "length_B", "bonus_B", "token_BD"):
         assert torch.equal(getattr(traced, name), getattr(plain, name)), name
-    slot_BW = torch.arange(36).view(4, 9)
-    moves = torch.compile(compaction, fullgraph=True, backend="eager")(plain, slot_BW)
-    assert all(torch.equal(a, b) for a, b in zip(moves, compaction(plain, slot_BW), strict=True))

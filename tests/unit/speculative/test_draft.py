@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sglang_dflash.speculative import draft as draft_module
-from sglang_dflash.speculative.draft import block_rows, draft_candidates
+from sglang_dflash.speculative.draft import draft_candidates
 
 HIDDEN, ROWS = 16, 6
 
@@ -64,11 +64,3 @@ def test_ranks_agree_on_the_candidates_of_the_whole_vocabulary(
     for id_TK, logp_TK in results:
         assert torch.equal(id_TK, expected_id)
         torch.testing.assert_close(logp_TK, expected_logp)
-
-
-def test_a_block_is_the_bonus_and_masks_behind_the_context() -> None:
-    slot_BT = torch.tensor([[5, 6, 7], [10, 11, 12]])
-    rows = block_rows(torch.tensor([3, 4]), torch.tensor([20, 0]), slot_BT, mask_token_id=99)
-    assert rows.token_BT.tolist() == [[3, 99, 99], [4, 99, 99]]
-    assert rows.position_BT.tolist() == [[20, 21, 22], [0, 1, 2]]
-    assert rows.slot_BT is slot_BT
