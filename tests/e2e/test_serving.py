@@ -6,7 +6,6 @@ its fp32 arithmetic; how often that happens is printed.
 
 from __future__ import annotations
 
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -21,9 +20,6 @@ from .conftest import ArmServer, Dumped
 # Log-probability noise of two fp32 forwards with different row counts; see LOG.md.
 LOGIT_NOISE = 1e-3
 _CHAIN: dict[str, list[int]] = {}
-
-# Written, and not yet seen to pass on a quiet machine: they run on request, and do not vouch for anything until then.
-unproven = pytest.mark.skipif("SGLANG_DFLASH_TEST_UNPROVEN" not in os.environ, reason="not yet proven; see LOG.md")
 
 
 def _gap(arm: ArmServer, ids: list[int]) -> float:
@@ -74,7 +70,6 @@ def test_one_branch_is_the_chain(arm: ArmServer) -> None:
         pytest.skip("compares the two chains")
 
 
-@unproven
 def test_mixed_lengths_stops_and_aborts(arm: ArmServer, tokenizer: Any, prompts: list[Prompt]) -> None:
     if arm.name != "width 17":
         pytest.skip("the default width stands for all")
@@ -124,7 +119,6 @@ def _pool_is_empty(arm: ArmServer) -> None:
     assert "Traceback" not in log, arm.server.log_tail()
 
 
-@unproven
 def test_sampling_and_logprobs(arm: ArmServer, tokenizer: Any, prompts: list[Prompt]) -> None:
     if arm.name != "width 17":
         pytest.skip("the default width stands for all")
