@@ -23,6 +23,7 @@ from sglang_dflash.dump.record import (
     TruncatedError,
     encode,
     segment_header,
+    storable_rid,
 )
 from sglang_dflash.dump.store import MANIFEST, Manifest, SegmentWriter, read_manifest, recover, scan, segments
 
@@ -249,10 +250,33 @@ def test_damage_that_is_no_torn_tail_deletes_nothing(
     assert any(other.read_bytes() == data for other in tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("rid", ["x" * 70_000, "\ud800"])
-def test_any_request_id_can_be_written(rid: str, tmp_path: Path, manifest: Manifest, make_record: MakeRecord) -> None:
+def test_any_request_id_can_be_written(tmp_path: Path, manifest: Manifest, make_record: MakeRecord) -> None:
+    written = ["plain", "ä" * 1024, "ä" * 1023 + "b", "x" * 70_000, "\ud800", ""]
     with SegmentWriter(tmp_path, manifest, segment_bytes=1 << 20) as writer:
-        writer.append(make_record(rid, 0, [1]))
+        for rid in written:
+            writer.append(make_record(rid, 0, [1]))
+    stored = rids(tmp_path, manifest)
+    assert stored == [storable_rid(rid) for rid in written]
+    assert (stored[0], stored[4], stored[5]) == ("plain", "\\ud800", "")
+    assert len(set(stored)) == len(written) and max(len(rid.encode()) for rid in stored) <= 1024
+
+
+def test_a_seal_that_fails_frees_the_directory(
+    tmp_path: Path, manifest: Manifest, make_record: MakeRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = SegmentWriter(tmp_path, manifest, segment_bytes=1 << 20)
+    writer.append(make_record("a", 0, [1]))
+
+    def full(descriptor: int) -> None:
+        raise OSError("disk full")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="disk full"):
+            writer.close()
+    with SegmentWriter(tmp_path, manifest, segment_bytes=1 << 20) as following:
+        following.append(make_record("b", 0, [2]))
+    assert rids(tmp_path, manifest) == ["a", "b"]
 
 
 # Imports no torch: a child starts in a fraction of a second.

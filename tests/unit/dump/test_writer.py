@@ -262,3 +262,13 @@ def test_a_failure_releases_who_waits_and_nobody_waits_again() -> None:
         writer.put([rows("a", 0, [1, 2], [1, 2])])
     writer.close()
     assert time.monotonic() - begin < 2 and gate.taken == []
+
+
+def test_rows_after_the_end_are_dropped_and_nobody_waits() -> None:
+    gate = Gate()
+    gate.open.set()
+    writer = AsyncWriter(gate, queue_bytes=1)  # type: ignore[arg-type]
+    writer.close()
+    thread = in_thread(lambda: [writer.put([rows("a", 0, [1, 2], [1, 2])]) for _ in range(3)])
+    thread.join(5)
+    assert not thread.is_alive() and gate.taken == []
