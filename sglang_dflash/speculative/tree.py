@@ -46,15 +46,15 @@ class DraftTree:
 
     @staticmethod
     def empty(batch: int, width: int, device: torch.device | str) -> DraftTree:
-        """Storage for trees that a kernel or a CUDA graph fills."""
+        """Storage, not filled, for trees that a kernel or a CUDA graph writes whole."""
         shape = (batch, width)
         return DraftTree(
-            token_BW=torch.zeros(shape, dtype=torch.int64, device=device),
-            parent_BW=torch.full(shape, -1, dtype=torch.int64, device=device),
-            depth_BW=torch.zeros(shape, dtype=torch.int64, device=device),
-            score_BW=torch.zeros(shape, dtype=torch.float32, device=device),
-            valid_BW=torch.zeros(shape, dtype=torch.bool, device=device),
-            mask_BWW=torch.zeros((batch, width, width), dtype=torch.bool, device=device),
+            token_BW=torch.empty(shape, dtype=torch.int64, device=device),
+            parent_BW=torch.empty(shape, dtype=torch.int64, device=device),
+            depth_BW=torch.empty(shape, dtype=torch.int64, device=device),
+            score_BW=torch.empty(shape, dtype=torch.float32, device=device),
+            valid_BW=torch.empty(shape, dtype=torch.bool, device=device),
+            mask_BWW=torch.empty((batch, width, width), dtype=torch.bool, device=device),
         )
 
     def tensors(self) -> list[torch.Tensor]:
