@@ -167,6 +167,9 @@ SYMBOLS: tuple[Symbol, ...] = (
     ),
     Symbol(f"{_WORKER}._maybe_build_draft_sampler", "speculative.worker"),
     Symbol(f"{_WORKER}.prewarm_sampling", "speculative.worker"),
+    Symbol("sglang.srt.model_executor.cuda_graph_config.Backend.DISABLED", "speculative.worker"),
+    Symbol("sglang.srt.model_executor.model_runner.ModelRunner", "speculative.worker"),
+    Symbol("sglang.srt.layers.logits_processor.LogitsProcessor.deferred_argmax", "speculative.worker", ("logits",)),
     Symbol("sglang.srt.layers.attention.triton_backend.TritonAttnBackend.verify_mask", "speculative.verify"),
     Symbol("sglang.srt.layers.attention.verify_mask.VerifyMask.fits", "speculative.verify", ("bs",)),
     Symbol(

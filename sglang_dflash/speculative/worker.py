@@ -11,6 +11,7 @@ Requests that this round cannot serve exactly are refused before they get here (
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.runtime_context import get_exec, get_spec
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from sglang.srt.speculative.draft_worker_common import make_draft_block_spec_info
@@ -26,14 +28,14 @@ from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import build_grammar_vocab_mask, draft_tp_context
 
 from sglang_dflash.kernels.round_plan import CommitPlan, Opened, open_round, plan_commit
-from sglang_dflash.kernels.tree_accept import accept_tree
+from sglang_dflash.kernels.tree_accept import Acceptance, accept_tree
 from sglang_dflash.kernels.tree_build import build_tree
 from sglang_dflash.options import read_options
 from sglang_dflash.speculative.accept import choose_tokens
-from sglang_dflash.speculative.captured import DraftTail
+from sglang_dflash.speculative.captured import DraftTail, Outcome, VerifyTail
 from sglang_dflash.speculative.compatibility import IncompatibleError, check_block
 from sglang_dflash.speculative.draft import block_forward_batch, draft_candidates
-from sglang_dflash.speculative.penalties import PathPenalties
+from sglang_dflash.speculative.penalties import PathPenalties, is_penalised
 from sglang_dflash.speculative.tree import DraftTree
 from sglang_dflash.speculative.verify import WindowMask, grammar_links, tree_verify_input
 
@@ -49,6 +51,8 @@ class _Window:
 
 class TreeWorker(DFlashWorkerV2):
     """Speculative worker for chain (DFLASH) and tree (DDTREE) drafts of a plain DFlash drafter."""
+
+    _fused_kv_helper: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -66,14 +70,33 @@ class TreeWorker(DFlashWorkerV2):
         self.max_depth = min(self.num_nodes, self.block_size - 1)
         self._penalties = PathPenalties(int(self.model_runner.model_config.vocab_size), self.device)
         self._draft_tail: DraftTail | None = None
+        self._verify_tail: VerifyTail | None = None
+        self._captured_kv_helper: Any = None
         self._window_mask: WindowMask | None = None
         self._avoid_fused_qk_norm_rope()
+        self._plan_tails()
 
     def _adopt_block(self, block: int | None) -> None:
         """Undo the superclass's assumption that the draft block is as wide as the verify."""
         self.block_size = check_block(int(block) if block is not None else None)
         self.draft_model.set_block_size(self.block_size)
         self._draft_block_spec_info = make_draft_block_spec_info(draft_token_num=self.block_size, device=self.device)
+
+    def _plan_tails(self) -> None:
+        """Fold the tree into the drafter's CUDA graphs, acceptance and commit into the target's; both are captured later."""
+        decode = get_exec().graph.cuda_graph_config.decode
+        if not self.is_tree or torch.device(self.device).type != "cuda" or decode.backend == Backend.DISABLED:
+            return
+        storage = DraftTree.empty(max(decode.bs), self.width, self.device)
+        self._draft_tail = DraftTail(self._propose, block_size=self.block_size, storage=storage)
+        self._verify_tail = VerifyTail(
+            trees=self._draft_tail.trees,
+            choose=self._argmax,
+            settle=self._settle,
+            commit=self._commit_in_graph,
+            device=self.device,
+        )
+        self.model_runner.capture_tail_hooks.append(self._verify_tail)
 
     def init_attention_backends(self) -> None:
         super().init_attention_backends()
@@ -86,11 +109,7 @@ class TreeWorker(DFlashWorkerV2):
         return self.model_runner.prewarm_sampling()
 
     def _maybe_build_draft_sampler(self) -> DraftTail | None:
-        """Called before the drafter's graphs are captured: what they end with."""
-        if self.is_tree:
-            largest = max(get_exec().graph.cuda_graph_config.decode.bs)
-            storage = DraftTree.empty(largest, self.width, self.device)
-            self._draft_tail = DraftTail(self._propose, block_size=self.block_size, storage=storage)
+        # SGLang asks before it captures the drafter's graphs, and captures what it is given behind them.
         return self._draft_tail
 
     def _avoid_fused_qk_norm_rope(self) -> None:
@@ -114,31 +133,83 @@ class TreeWorker(DFlashWorkerV2):
         tree = self._draft_tree(batch, window)
         # On its way to the host while the target runs.
         grammar_tree = grammar_links(tree) if batch.has_grammar else None
-        logits_output, can_run_cuda_graph = self._verify(batch, tree, window)
-        self._adjust(logits_output.next_token_logits, tree, batch, grammar_tree, grammar_barrier)
+        is_plain = self._takes_argmax(batch)
+        if self._verify_tail is not None:
+            self._verify_tail.arm(is_plain)
+        logits_output, in_graph = self._verify(batch, tree, window)
+        if self._verify_tail is not None and is_plain and in_graph:
+            captured_batch = self.model_runner.decode_cuda_graph_runner.bs
+            outcome = self._verify_tail.outcome(tree.batch, captured_batch)
+            if on_publish is not None:
+                on_publish(outcome.new_context_len_B)
+        else:
+            logits_output.next_token_logits = self._gathered(logits_output.next_token_logits)
+            self._adjust(logits_output.next_token_logits, tree, batch, grammar_tree, grammar_barrier)
+            outcome = self._accept(batch, tree, window, logits_output, on_publish)
+        logits_output.hidden_states = None
+        return GenerationBatchResult(
+            logits_output=logits_output,
+            next_token_ids=outcome.token_BD.reshape(-1),
+            accept_lens=outcome.length_B,
+            can_run_cuda_graph=in_graph,
+            next_draft_input=self._make_next_draft_input_decode(
+                bonus_tokens=outcome.bonus_B, new_seq_lens=outcome.new_context_len_B
+            ),
+            speculative_num_draft_tokens=self.width,
+            speculative_output_stride=self.max_depth + 1,
+            new_seq_lens=outcome.new_context_len_B,
+        )
+
+    def _takes_argmax(self, batch: ScheduleBatch) -> bool:
+        """Whether the bare argmax is every request's choice, and nothing else is asked of the logits."""
+        sampling = batch.sampling_info
+        is_greedy = sampling is None or (sampling.is_all_greedy and sampling.logit_bias is None)
+        return (
+            is_greedy
+            and not batch.has_grammar
+            and not batch.return_logprob
+            and not any(is_penalised(req.sampling_params) for req in batch.reqs)
+        )
+
+    def _accept(
+        self,
+        batch: ScheduleBatch,
+        tree: DraftTree,
+        window: _Window,
+        logits_output: Any,
+        on_publish: Callable[[torch.Tensor], None] | None,
+    ) -> Outcome:
+        """Choose from adjusted logits, accept and commit, outside the graphs."""
         target_token_BW = choose_tokens(logits_output.next_token_logits, batch.sampling_info, self.width)
-        self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, target_token_BW)
-        acceptance = accept_tree(tree, target_token_BW, max_depth=self.max_depth)
+        acceptance, plan = self._settle(tree, target_token_BW, window.context_len_B, window.rows.slot_BS)
         self._penalties.commit(tree, acceptance, batch.reqs)
-        plan = plan_commit(acceptance, window.context_len_B, window.rows.slot_BS, width=self.width)
         if batch.return_logprob:
             compute_spec_logprobs(batch, logits_output, target_token_BW.reshape(-1), accept_index=plan.hidden_BD)
         if on_publish is not None:
             on_publish(plan.new_context_len_B)
         self._commit(logits_output.hidden_states, tree, plan)
-        logits_output.hidden_states = None
-        return GenerationBatchResult(
-            logits_output=logits_output,
-            next_token_ids=acceptance.token_BD.reshape(-1),
-            accept_lens=plan.length_B,
-            can_run_cuda_graph=can_run_cuda_graph,
-            next_draft_input=self._make_next_draft_input_decode(
-                bonus_tokens=acceptance.bonus_B, new_seq_lens=plan.new_context_len_B
-            ),
-            speculative_num_draft_tokens=self.width,
-            speculative_output_stride=self.max_depth + 1,
-            new_seq_lens=plan.new_context_len_B,
-        )
+        return Outcome.of(acceptance, plan)
+
+    def _settle(
+        self, tree: DraftTree, target_token_BW: torch.Tensor, context_len_B: torch.Tensor, slot_BS: torch.Tensor
+    ) -> tuple[Acceptance, CommitPlan]:
+        """The accepted paths, and what committing them reads and writes; rank 0's choices are everyone's."""
+        self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, target_token_BW)
+        acceptance = accept_tree(tree, target_token_BW, max_depth=self.max_depth)
+        return acceptance, plan_commit(acceptance, context_len_B, slot_BS, width=self.width)
+
+    def _gathered(self, logits_TV: torch.Tensor) -> torch.Tensor:
+        """Logits over the whole vocabulary, where the verify left every rank its shard."""
+        processor = self._target_logits_processor
+        if processor is not None and processor.is_deferred_shard(logits_TV):
+            return processor.finish_deferred_gather(logits_TV)
+        return logits_TV
+
+    def _argmax(self, logits_TV: torch.Tensor) -> torch.Tensor:
+        processor = self._target_logits_processor
+        if processor is not None and processor.is_deferred_shard(logits_TV):
+            return processor.deferred_argmax(logits_TV)
+        return logits_TV.argmax(dim=-1)
 
     def _adjust(
         self, logits_TV: torch.Tensor, tree: DraftTree, batch: ScheduleBatch, grammar_tree: Any, grammar_barrier: Any
@@ -187,7 +258,10 @@ class TreeWorker(DFlashWorkerV2):
             return self._draft_tail.trees(len(rows.token_BT))
         hidden_BTH = output.logits_output.hidden_states.view(*rows.token_BT.shape, -1)
         with draft_tp_context(self.draft_parallel_layout):
-            return self._propose(hidden_BTH, rows.token_BT[:, 0])
+            tree = self._propose(hidden_BTH, rows.token_BT[:, 0])
+        if self._draft_tail is not None:
+            self._draft_tail.store(tree)
+        return tree
 
     def _propose(self, hidden_BTH: torch.Tensor, bonus_B: torch.Tensor) -> DraftTree:
         """Trees from the drafter's final hidden states over the block. Runs inside the drafter's graph where there is one."""
@@ -233,16 +307,11 @@ class TreeWorker(DFlashWorkerV2):
         kept = batch.seq_lens_cpu, batch.seq_lens_sum
         batch.seq_lens_cpu = window.context_len_cpu_B + self.width
         batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
-        forward_batch, _ = verify_input.prepare_for_verify(batch, self.target_worker)
+        # The graph runner plans once more if it is planned for here.
+        forward_batch, _ = verify_input.prepare_for_verify(batch, self.target_worker, defer_metadata_init=True)
         batch.seq_lens_cpu, batch.seq_lens_sum = kept
-        output = self.target_worker.forward_batch_generation(
-            batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True
-        )
-        logits_output = output.logits_output
-        processor = self._target_logits_processor
-        if processor is not None and processor.is_deferred_shard(logits_output.next_token_logits):
-            logits_output.next_token_logits = processor.finish_deferred_gather(logits_output.next_token_logits)
-        return logits_output, output.can_run_cuda_graph
+        output = self.target_worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=True)
+        return output.logits_output, output.can_run_cuda_graph
 
     def _commit(self, hidden_TF: torch.Tensor, tree: DraftTree, plan: CommitPlan) -> None:
         """The accepted path becomes context, in the target's KV pool and in the drafter's.
@@ -259,6 +328,15 @@ class TreeWorker(DFlashWorkerV2):
             positions=plan.position_BD.view(-1),
             commit_lens=plan.length_B,
         )
+
+    def _commit_in_graph(self, hidden_TF: torch.Tensor, tree: DraftTree, plan: CommitPlan) -> None:
+        """``_commit`` with workspaces that no prefill replaces: a graph keeps the addresses that it was captured with."""
+        shared = self._fused_kv_helper
+        self._fused_kv_helper = self._captured_kv_helper = self._captured_kv_helper or copy(shared)
+        try:
+            self._commit(hidden_TF, tree, plan)
+        finally:
+            self._fused_kv_helper = shared
 
     def _append_target_hidden_to_draft_kv_by_loc(self, *, target_hidden: torch.Tensor, **kwargs: Any) -> None:
         # The drafter may be loaded in another dtype than the target computes in.
