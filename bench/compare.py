@@ -37,7 +37,7 @@ def arms(drafter: Path, widths: Sequence[int]) -> list[Arm]:
     draft = ("--speculative-draft-model-path", str(drafter))
     trees = [
         Arm(
-            f"DDTREE, {width - 1} nodes",
+            f"DDTREE, up to {width - 1} nodes",
             ("--speculative-algorithm", "DDTREE", "--speculative-num-draft-tokens", str(width), *draft),
         )
         for width in widths

@@ -63,6 +63,9 @@ def accept_tree_triton(tree: DraftTree, target_token_BW: torch.Tensor, *, max_de
         length_B,
         bonus_B,
         token_BD,
+        tree.token_BW.stride(0),
+        tree.parent_BW.stride(0),
+        tree.valid_BW.stride(0),
         tree.width,
         max_depth,
         BLOCK_W=triton.next_power_of_2(tree.width),
@@ -81,6 +84,9 @@ def _accept_kernel(  # type: ignore[no-untyped-def]
     length_out,
     bonus_out,
     emitted_out,
+    token_stride,
+    parent_stride,
+    valid_stride,
     width,
     max_depth,
     BLOCK_W: tl.constexpr,
@@ -88,11 +94,10 @@ def _accept_kernel(  # type: ignore[no-untyped-def]
     request = tl.program_id(0).to(tl.int64)
     row_W = tl.arange(0, BLOCK_W)
     inside_W = row_W < width
-    in_W = request * width + row_W
-    token_W = tl.load(token_ptr + in_W, mask=inside_W, other=0)
-    parent_W = tl.load(parent_ptr + in_W, mask=inside_W, other=-1)
-    valid_W = tl.load(valid_ptr + in_W, mask=inside_W, other=0) != 0
-    target_W = tl.load(target_ptr + in_W, mask=inside_W, other=0)
+    token_W = tl.load(token_ptr + request * token_stride + row_W, mask=inside_W, other=0)
+    parent_W = tl.load(parent_ptr + request * parent_stride + row_W, mask=inside_W, other=-1)
+    valid_W = tl.load(valid_ptr + request * valid_stride + row_W, mask=inside_W, other=0) != 0
+    target_W = tl.load(target_ptr + request * width + row_W, mask=inside_W, other=0)
     row, length, going = 0, 0, 1
     for depth in range(max_depth + 1):
         wanted = tl.sum(tl.where(row_W == row, target_W, 0), 0)

@@ -66,7 +66,8 @@ def build_tree_triton(
     """``build_tree`` as one Triton program per request, for up to 64 nodes (a row's ancestors are one 64-bit word)."""
     batch, depths, ranks = topk_id_BLK.shape
     width = num_nodes + 1
-    tree = DraftTree.empty(batch, width, topk_id_BLK.device)
+    num_spine = min(depths, num_nodes) if spine else 0
+    tree = DraftTree.empty(batch, width, topk_id_BLK.device, num_spine=num_spine)
     _build_kernel[(batch,)](
         topk_id_BLK.contiguous(),
         topk_logp_BLK.contiguous(),
@@ -75,7 +76,7 @@ def build_tree_triton(
         width,
         depths,
         ranks,
-        min(depths, num_nodes) if spine else 0,
+        num_spine,
         BLOCK_W=triton.next_power_of_2(width),
         num_warps=1,
     )
@@ -168,7 +169,8 @@ def build_tree_torch(
     places = _frontier(topk_logp_BLK, num_nodes)
     order_BN, valid_BN = _choose(places, num_nodes, spine, topk_id_BLK.shape[1])
     tree = _assemble(places, order_BN, valid_BN, topk_id_BLK, bonus_B, num_nodes)
-    return replace(tree, mask_BWW=ancestor_mask(tree.parent_BW))
+    num_spine = min(topk_id_BLK.shape[1], num_nodes) if spine else 0
+    return replace(tree, mask_BWW=ancestor_mask(tree.parent_BW), num_spine=num_spine)
 
 
 class _Places(NamedTuple):

@@ -53,6 +53,8 @@ def write_window_mask(buffer: torch.Tensor, mask_BWW: torch.Tensor, context_len_
         buffer,
         mask_BWW.view(torch.uint8),
         context_len_B,
+        mask_BWW.stride(0),
+        mask_BWW.stride(1),
         width,
         BLOCK_W=triton.next_power_of_2(width),
         BLOCK_B=triton.next_power_of_2(batch),
@@ -61,7 +63,16 @@ def write_window_mask(buffer: torch.Tensor, mask_BWW: torch.Tensor, context_len_
 
 
 @triton.jit
-def _window_mask_kernel(buffer_ptr, mask_ptr, context_ptr, width, BLOCK_W: tl.constexpr, BLOCK_B: tl.constexpr):  # type: ignore[no-untyped-def]
+def _window_mask_kernel(  # type: ignore[no-untyped-def]
+    buffer_ptr,
+    mask_ptr,
+    context_ptr,
+    request_stride,
+    row_stride,
+    width,
+    BLOCK_W: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):
     request = tl.program_id(0)
     row = tl.program_id(1)
     request_B = tl.arange(0, BLOCK_B)
@@ -70,7 +81,7 @@ def _window_mask_kernel(buffer_ptr, mask_ptr, context_ptr, width, BLOCK_W: tl.co
     context = tl.load(context_ptr + request).to(tl.int64)
     column_W = tl.arange(0, BLOCK_W)
     inside_W = column_W < width
-    sees_W = tl.load(mask_ptr + (request * width + row) * width + column_W, mask=inside_W)
+    sees_W = tl.load(mask_ptr + request * request_stride + row * row_stride + column_W, mask=inside_W)
     tl.store(buffer_ptr + start + row * (context + width) + context + column_W, sees_W, mask=inside_W)
 
 

@@ -44,11 +44,15 @@ def after_validate_request(result: str | None, req: Any, enable_overlap: bool) -
 
 
 def after_verify_mask_policy(result: tuple[str, bool], attn_backend: Any) -> tuple[str, bool]:
-    """Capture the verify graphs with a mask where trees are verified."""
+    """Capture the verify graphs with a mask where trees are verified that are wider than the chain."""
     from sglang.srt.runtime_context import get_spec
 
     backend_name, build_mask = result
-    return backend_name, build_mask or get_spec().speculative_algorithm == "DDTREE"
+    spec = get_spec()
+    is_tree = spec.speculative_algorithm == "DDTREE"
+    return backend_name, build_mask or (
+        is_tree and spec.speculative_num_draft_tokens > spec.speculative_dflash_block_size
+    )
 
 
 def before_decode_reservation(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

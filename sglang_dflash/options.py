@@ -28,6 +28,8 @@ class Options:
     Attributes:
         tree_topk: candidates per draft position that a tree may branch into; 0 takes as many as the tree has nodes.
             1 makes the tree a chain, which emits what DFLASH emits.
+        budget: ``adaptive`` verifies as many nodes in each round as pays, up to the width that was asked for; ``fixed`` always
+            verifies that width.
         dump_dir: directory that receives the target's hidden states; unset means no dump.
         dump_segment_mb: a dump segment file is closed and sealed at this size, in MiB.
         dump_queue_mb: host memory that rows waiting for the disk may hold, in MiB; at the limit the forward waits.
@@ -36,6 +38,7 @@ class Options:
     """
 
     tree_topk: int = 0
+    budget: str = "adaptive"
     dump_dir: Path | None = None
     dump_segment_mb: int = 256
     dump_queue_mb: int = 512
@@ -76,6 +79,7 @@ def _directory(text: str) -> Path:
 
 _PARSERS: dict[str, Callable[[str], Any]] = {
     "tree_topk": _integer(0, 64),
+    "budget": _choice("adaptive", "fixed"),
     "dump_dir": _directory,
     "dump_segment_mb": _integer(1, 65536),
     "dump_queue_mb": _integer(1, 1 << 20),

@@ -15,6 +15,8 @@ from safetensors import safe_open
 from sglang.srt.arg_groups.model_override_base import attention_backends_of, model_config_of, record_of
 from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 from sglang.srt.arg_groups.speculative_hook import _handle_dflash
+from sglang.srt.configs.hybrid_arch import mambaish_config
+from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.platforms import current_platform
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
@@ -30,6 +32,7 @@ from sglang_dflash.speculative.compatibility import (
     TargetShape,
     check_block,
     check_drafter,
+    check_memory,
     check_server,
     check_width,
 )
@@ -109,7 +112,7 @@ def _choose_backend(record: Any) -> None:
     """Verify trees with Triton where the user named no backend: SGLang's choice for the GPU may have no tree mask."""
     given = (record.attention_backend, record.prefill_attention_backend, record.decode_attention_backend)
     if not current_platform.is_out_of_tree() and given == (None, None, None):
-        declare_resolution(record, SOURCE, attention_backend="triton")
+        declare_resolution(record, SOURCE, attention_backend=tree_backends(uses_mla=False)[0])
 
 
 def round_rows(spec: Any) -> int:
@@ -130,15 +133,24 @@ def check_startup(server_args: Any) -> None:
         hidden_size=int(config.hf_text_config.hidden_size),
         num_layers=int(config.hf_text_config.num_hidden_layers) * int(getattr(config.hf_text_config, "num_loops", 1)),
         vocab_size=int(config.vocab_size),
+        has_recurrent_state=mambaish_config(config) is not None,
+        has_window_pool=bool(config.is_hybrid_swa),
     )
     check_drafter(drafter, target)
     if served_by_our_worker(cfg.speculative_algorithm):
-        check_server(cfg, backends=attention_backends_of(cfg), allowed=tree_backends())
+        check_memory(target)
+        uses_mla = config.attention_arch == AttentionArch.MLA
+        check_server(cfg, backends=attention_backends_of(cfg), allowed=tree_backends(uses_mla))
 
 
-def tree_backends() -> tuple[str, ...]:
-    """Attention backends that can verify a tree on this platform."""
-    return (BACKEND_NAME,) if current_platform.is_out_of_tree() else ("triton",)
+def tree_backends(uses_mla: bool) -> tuple[str, ...]:
+    """Attention backends that can verify a tree on this platform, the default first.
+
+    SGLang's FlashInfer backend for MLA has no mask; its plan for the others waits for the device in every round.
+    """
+    if current_platform.is_out_of_tree():
+        return (BACKEND_NAME,)
+    return ("triton",) if uses_mla else ("triton", "flashinfer")
 
 
 def served_by_our_worker(algorithm: str | None) -> bool:

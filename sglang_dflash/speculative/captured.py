@@ -47,9 +47,9 @@ class DraftTail:
         for stored, made in zip(self._storage.first(tree.batch).tensors(), tree.tensors(), strict=True):
             stored.copy_(made)
 
-    def trees(self, batch: int) -> DraftTree:
-        """The trees of the last draft."""
-        return self._storage.first(batch)
+    def trees(self, batch: int, width: int) -> DraftTree:
+        """The first rows of the trees of the last draft."""
+        return self._storage.first(batch).narrowed(width)
 
 
 class Outcome(NamedTuple):
@@ -78,7 +78,7 @@ class VerifyTail:
     Disarmed, it accepts nothing: no row moves, and what it writes for the root the round's own commit writes again.
 
     Args:
-        trees: the trees of the round, by batch size.
+        trees: the trees of the round, by batch size and width.
         choose: logits ``[requests * width, vocabulary]`` to the target's token after every row.
         settle: trees, choices ``[requests, width]``, context lengths and slots ``[requests, width]`` to the decision.
         commit: makes the decision context, given the verified rows' taps.
@@ -87,7 +87,7 @@ class VerifyTail:
     def __init__(
         self,
         *,
-        trees: Callable[[int], DraftTree],
+        trees: Callable[[int, int], DraftTree],
         choose: Callable[[torch.Tensor], torch.Tensor],
         settle: Callable[[DraftTree, torch.Tensor, torch.Tensor, torch.Tensor], tuple[Acceptance, CommitPlan]],
         commit: Callable[[torch.Tensor, DraftTree, CommitPlan], None],
@@ -99,19 +99,19 @@ class VerifyTail:
         self._commit = commit
         self._armed = True
         self._armed_on_device = torch.ones(1, dtype=torch.bool, device=device)
-        self._packed: dict[int, torch.Tensor] = {}
+        self._packed: dict[tuple[int, int], torch.Tensor] = {}
 
     def __call__(self, runner: Any, output: Any, forward_batch: Any, num_tokens: int) -> None:
         """Record the tail; the signature is that of SGLang's capture hooks."""
         batch = forward_batch.batch_size
-        tree = self._trees(batch)
+        tree = self._trees(batch, num_tokens // batch)
         tree = replace(tree, valid_BW=tree.valid_BW & self._armed_on_device)
         choice_BW = self._choose(output.next_token_logits).view(batch, tree.width)
         slot_BW = forward_batch.out_cache_loc.view(batch, tree.width)
         acceptance, plan = self._settle(tree, choice_BW, forward_batch.seq_lens, slot_BW)
         self._commit(output.hidden_states, tree, plan)
         outcome = Outcome.of(acceptance, plan)
-        self._packed[batch] = torch.cat([part.reshape(-1).to(torch.int64) for part in outcome])
+        self._packed[tree.width, batch] = torch.cat([part.reshape(-1).to(torch.int64) for part in outcome])
 
     def arm(self, armed: bool) -> None:
         """Whether the next replay accepts."""
@@ -119,8 +119,8 @@ class VerifyTail:
             self._armed_on_device.fill_(armed)
             self._armed = armed
 
-    def outcome(self, batch: int, captured_batch: int) -> Outcome:
+    def outcome(self, width: int, batch: int, captured_batch: int) -> Outcome:
         """The first ``batch`` outcomes of the last replay, which ran ``captured_batch``, in memory that no replay writes."""
-        packed = self._packed[captured_batch].clone()
+        packed = self._packed[width, captured_batch].clone()
         token, rest = packed[: -3 * captured_batch], packed[-3 * captured_batch :].view(3, captured_batch)
         return Outcome(token.view(captured_batch, -1)[:batch], *rest[:, :batch])

@@ -39,11 +39,19 @@ class DrafterShape:
 
 @dataclass(frozen=True)
 class TargetShape:
-    """The target's sizes; ``num_layers`` counts decoder layers."""
+    """The target's sizes and memory.
+
+    Attributes:
+        num_layers: decoder layers.
+        has_recurrent_state: some layers keep a state instead of keys and values (Mamba, GDN, KDA, linear attention).
+        has_window_pool: sliding-window layers keep their keys and values in a pool of their own.
+    """
 
     hidden_size: int
     num_layers: int
     vocab_size: int
+    has_recurrent_state: bool = False
+    has_window_pool: bool = False
 
 
 def check_drafter(drafter: DrafterShape, target: TargetShape) -> None:
@@ -93,6 +101,25 @@ def _check_taps(where: str, drafter: DrafterShape, target: TargetShape) -> None:
         raise IncompatibleError(
             f"{where} has an fc weight with {drafter.fc_inputs} inputs, but {len(taps)} taps of hidden size "
             f"{target.hidden_size} give {len(taps) * target.hidden_size}. Correct dflash_config.target_layer_ids."
+        )
+
+
+def check_memory(target: TargetShape) -> None:
+    """Refuse a target whose memory our worker cannot keep right along a tree.
+
+    Raises:
+        IncompatibleError: recurrent state, or a sliding-window pool.
+    """
+    remedy = "Serve the chain with SGLang's own --speculative-algorithm DFLASH on CUDA."
+    if target.has_recurrent_state:
+        raise IncompatibleError(
+            "The target keeps recurrent state (Mamba, GDN, KDA or linear attention). A branch of a tree needs its parent's "
+            f"state, and this worker keeps one state a request. {remedy}"
+        )
+    if target.has_window_pool:
+        raise IncompatibleError(
+            "The target keeps its sliding-window layers in a pool of their own, where this worker does not move accepted "
+            f"rows. {remedy}"
         )
 
 

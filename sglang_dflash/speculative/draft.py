@@ -8,6 +8,7 @@ one log-partition per position, never logits.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,27 +20,38 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang_dflash.kernels.round_plan import Opened
 
 
+@dataclass(frozen=True)
+class Window:
+    """What follows each request's committed context in a round.
+
+    Attributes:
+        rows: the block's rows, and the slots that block and verify write.
+        pool_index_B: the requests' rows of the request table.
+        context_len_B: committed tokens.
+        context_len_cpu_B: the same on the host, where it may be larger, never smaller.
+    """
+
+    rows: Opened
+    pool_index_B: torch.Tensor
+    context_len_B: torch.Tensor
+    context_len_cpu_B: torch.Tensor
+
+
 def block_forward_batch(
-    rows: Opened,
-    slot_BT: torch.Tensor,
-    *,
-    embedding_TH: torch.Tensor,
-    req_pool_indices_B: torch.Tensor,
-    context_len_B: torch.Tensor,
-    context_len_cpu_B: torch.Tensor,
-    spec_info: Any,
+    window: Window, slot_BT: torch.Tensor, *, embedding_TH: torch.Tensor, spec_info: Any
 ) -> ForwardBatch:
     """The drafter's forward batch; ``slot_BT`` are the block's KV slots. Its attention mask is the draft layers' own."""
+    rows = window.rows
     batch_size, block = rows.token_BT.shape
     return ForwardBatch(
         forward_mode=ForwardMode.TARGET_VERIFY,
         batch_size=batch_size,
         input_ids=rows.token_BT.reshape(-1),
-        req_pool_indices=req_pool_indices_B,
-        seq_lens=context_len_B,
+        req_pool_indices=window.pool_index_B,
+        seq_lens=window.context_len_B,
         out_cache_loc=slot_BT.view(-1),
-        seq_lens_sum=int(context_len_cpu_B.sum()) + batch_size * block,
-        seq_lens_cpu=context_len_cpu_B + block,
+        seq_lens_sum=int(window.context_len_cpu_B.sum()) + batch_size * block,
+        seq_lens_cpu=window.context_len_cpu_B + block,
         positions=rows.position_BT.reshape(-1),
         input_embeds=embedding_TH,
         spec_algorithm=SpeculativeAlgorithm.DFLASH,

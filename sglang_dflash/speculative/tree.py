@@ -26,6 +26,7 @@ class DraftTree:
         mask_BWW: bool, True where the row of dim 1 attends the row of dim 2 (itself and its ancestors); None for a chain,
             whose mask is causal.
         is_chain: every tree is one branch with row i at depth i. Known when the tree is made, never read from the device.
+        num_spine: nodes of the greedy chain, which are rows 1 to ``num_spine`` at depths 1 to ``num_spine``.
     """
 
     token_BW: torch.Tensor
@@ -35,6 +36,7 @@ class DraftTree:
     valid_BW: torch.Tensor
     mask_BWW: torch.Tensor | None = None
     is_chain: bool = False
+    num_spine: int = 0
 
     @property
     def batch(self) -> int:
@@ -45,7 +47,7 @@ class DraftTree:
         return int(self.token_BW.shape[1])
 
     @staticmethod
-    def empty(batch: int, width: int, device: torch.device | str) -> DraftTree:
+    def empty(batch: int, width: int, device: torch.device | str, *, num_spine: int = 0) -> DraftTree:
         """Storage, not filled, for trees that a kernel or a CUDA graph writes whole."""
         shape = (batch, width)
         return DraftTree(
@@ -55,6 +57,7 @@ class DraftTree:
             score_BW=torch.empty(shape, dtype=torch.float32, device=device),
             valid_BW=torch.empty(shape, dtype=torch.bool, device=device),
             mask_BWW=torch.empty((batch, width, width), dtype=torch.bool, device=device),
+            num_spine=num_spine,
         )
 
     def tensors(self) -> list[torch.Tensor]:
@@ -73,6 +76,22 @@ class DraftTree:
             },
         )
 
+    def narrowed(self, width: int) -> DraftTree:
+        """The best trees of ``width`` rows, as views: the first rows. No wider than the spine, they are chains."""
+        is_chain = width <= self.num_spine + 1
+        if width == self.width and is_chain == self.is_chain:
+            return self
+        return DraftTree(
+            token_BW=self.token_BW[:, :width],
+            parent_BW=self.parent_BW[:, :width],
+            depth_BW=self.depth_BW[:, :width],
+            score_BW=self.score_BW[:, :width],
+            valid_BW=self.valid_BW[:, :width],
+            mask_BWW=None if is_chain or self.mask_BWW is None else self.mask_BWW[:, :width, :width],
+            is_chain=is_chain,
+            num_spine=min(self.num_spine, width - 1),
+        )
+
     @staticmethod
     def chain(token_BL: torch.Tensor, bonus_B: torch.Tensor) -> DraftTree:
         """One branch per request: the bonus token, then ``token_BL`` in order. Scores are 0."""
@@ -85,4 +104,5 @@ class DraftTree:
             score_BW=torch.zeros(token_BW.shape, dtype=torch.float32, device=token_BW.device),
             valid_BW=torch.ones_like(token_BW, dtype=torch.bool),
             is_chain=True,
+            num_spine=token_BW.shape[1] - 1,
         )

@@ -28,6 +28,28 @@ class TreeVerifyInput(DFlashVerifyInput):
 
     tree_mask_BWW: torch.Tensor | None = None
 
+    def generate_attn_arg_prefill(
+        self,
+        *,
+        req_pool_indices: torch.Tensor,
+        paged_kernel_lens: torch.Tensor,
+        paged_kernel_lens_sum: int,
+        **rest: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """FlashInfer asks for its arguments. It reads the context's mask bytes too, and those of requests that pad a graph."""
+        indices, indptr, query_indptr, _ = super().generate_attn_arg_prefill(
+            req_pool_indices=req_pool_indices,
+            paged_kernel_lens=paged_kernel_lens,
+            paged_kernel_lens_sum=paged_kernel_lens_sum,
+            **rest,
+        )
+        if self.tree_mask_BWW is None:
+            return indices, indptr, query_indptr, None
+        width, requests = self.draft_token_num, len(req_pool_indices)
+        sees = torch.ones(width * (paged_kernel_lens_sum + width * requests), dtype=torch.bool, device=indices.device)
+        write_window_mask(sees.view(torch.uint8), self.tree_mask_BWW, paged_kernel_lens[: len(self.tree_mask_BWW)])
+        return indices, indptr, query_indptr, sees
+
 
 def tree_verify_input(
     tree: DraftTree, context_len_B: torch.Tensor, custom_mask: torch.Tensor | None = None

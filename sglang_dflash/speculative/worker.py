@@ -10,9 +10,9 @@ Requests that this round cannot serve exactly are refused before they get here (
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,32 +21,28 @@ from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.cuda_graph_config import Backend
-from sglang.srt.runtime_context import get_exec, get_spec
+from sglang.srt.runtime_context import get_exec, get_observability, get_parallel, get_serving, get_spec
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from sglang.srt.speculative.draft_worker_common import make_draft_block_spec_info
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import build_grammar_vocab_mask, draft_tp_context
 
-from sglang_dflash.kernels.round_plan import CommitPlan, Opened, open_round, plan_commit
+from sglang_dflash.kernels.round_plan import CommitPlan, open_round, plan_commit
 from sglang_dflash.kernels.tree_accept import Acceptance, accept_tree
 from sglang_dflash.kernels.tree_build import build_tree
 from sglang_dflash.options import read_options
 from sglang_dflash.speculative.accept import choose_tokens
+from sglang_dflash.speculative.budget import Budget, widths_to_verify
 from sglang_dflash.speculative.captured import DraftTail, Outcome, VerifyTail
 from sglang_dflash.speculative.compatibility import IncompatibleError, check_block
-from sglang_dflash.speculative.draft import block_forward_batch, draft_candidates
+from sglang_dflash.speculative.costs import measure_costs
+from sglang_dflash.speculative.draft import Window, block_forward_batch, draft_candidates
+from sglang_dflash.speculative.metrics import RoundMetrics
 from sglang_dflash.speculative.penalties import PathPenalties, is_penalised
+from sglang_dflash.speculative.start_log import log_start
 from sglang_dflash.speculative.tree import DraftTree
-from sglang_dflash.speculative.verify import WindowMask, grammar_links, tree_verify_input
-
-
-@dataclass(frozen=True)
-class _Window:
-    """What follows each request's committed context: a round's rows and slots, and the context's length on device and host."""
-
-    rows: Opened
-    context_len_B: torch.Tensor
-    context_len_cpu_B: torch.Tensor
+from sglang_dflash.speculative.verify import TreeVerifyInput, grammar_links, tree_verify_input
+from sglang_dflash.speculative.widths import Promise, VerifyState, build_states, installed
 
 
 class TreeWorker(DFlashWorkerV2):
@@ -66,13 +62,18 @@ class TreeWorker(DFlashWorkerV2):
         self.width = int(spec.speculative_num_draft_tokens)
         self._adopt_block(spec.speculative_dflash_block_size if self.is_tree else self.width)
         self.num_nodes = self.width - 1
+        self.chain_width = min(self.block_size, self.width)
         self.tree_topk = (read_options().tree_topk or self.num_nodes) if self.is_tree else 1
         self.max_depth = min(self.num_nodes, self.block_size - 1)
         self._penalties = PathPenalties(int(self.model_runner.model_config.vocab_size), self.device)
+        self.tree_storage: DraftTree | None = None
         self._draft_tail: DraftTail | None = None
         self._verify_tail: VerifyTail | None = None
         self._captured_kv_helper: Any = None
-        self._window_mask: WindowMask | None = None
+        self._budget: Budget | None = None
+        self._promise: Promise | None = None
+        self._metrics: RoundMetrics | None = None
+        self.states: dict[int, VerifyState] = {}
         self._avoid_fused_qk_norm_rope()
         self._plan_tails()
 
@@ -87,8 +88,8 @@ class TreeWorker(DFlashWorkerV2):
         decode = get_exec().graph.cuda_graph_config.decode
         if not self.is_tree or torch.device(self.device).type != "cuda" or decode.backend == Backend.DISABLED:
             return
-        storage = DraftTree.empty(max(decode.bs), self.width, self.device)
-        self._draft_tail = DraftTail(self._propose, block_size=self.block_size, storage=storage)
+        self.tree_storage = DraftTree.empty(max(decode.bs), self.width, self.device, num_spine=self.chain_width - 1)
+        self._draft_tail = DraftTail(self._propose, block_size=self.block_size, storage=self.tree_storage)
         self._verify_tail = VerifyTail(
             trees=self._draft_tail.trees,
             choose=self._argmax,
@@ -98,11 +99,24 @@ class TreeWorker(DFlashWorkerV2):
         )
         self.model_runner.capture_tail_hooks.append(self._verify_tail)
 
-    def init_attention_backends(self) -> None:
-        super().init_attention_backends()
-        backend = self.model_runner.attn_backend
-        if self.is_tree and type(backend).__name__ == "TritonAttnBackend":
-            self._window_mask = WindowMask(backend, self.width)
+    def init_cuda_graphs(self) -> None:
+        """Capture the drafter, and the target at the other widths that may be chosen; then measure what rounds cost."""
+        super().init_cuda_graphs()
+        adapts = self.is_tree and read_options().budget == "adaptive"
+        widths = widths_to_verify(self.block_size, self.width) if adapts else (self.width,)
+        self.states = build_states(self.model_runner, widths, chain_width=self.chain_width)
+        costs = None
+        if len(widths) > 1:
+            costs = get_parallel().tp_group.broadcast_object(measure_costs(self, widths), src=0)
+            self._budget = Budget(costs, share=self._share)
+            self._promise = Promise(widths, self.device)
+        if get_parallel().tp_rank == 0:
+            log_start(self, costs)
+            if get_observability().enable_metrics:
+                self._metrics = RoundMetrics({"model_name": str(get_serving().served_model_name)}, self.max_depth)
+
+    def _share(self, number: float) -> float:
+        return float(get_parallel().tp_group.broadcast_object(number, src=0))
 
     def prewarm_sampling(self) -> Any:
         # SGLang's DFLASH rehearses its own acceptance kernels here, which this worker does not use.
@@ -130,7 +144,8 @@ class TreeWorker(DFlashWorkerV2):
             self._penalties.start(batch.reqs)
             return super().forward_batch_generation(batch, on_publish, grammar_barrier, pp_proxy_tensors)
         window = self._window(batch)
-        tree = self._draft_tree(batch, window)
+        tree = self.draft_trees(window)
+        tree = tree.narrowed(self._choose_width(tree, window))
         # On its way to the host while the target runs.
         grammar_tree = grammar_links(tree) if batch.has_grammar else None
         is_plain = self._takes_argmax(batch)
@@ -138,8 +153,8 @@ class TreeWorker(DFlashWorkerV2):
             self._verify_tail.arm(is_plain)
         logits_output, in_graph = self._verify(batch, tree, window)
         if self._verify_tail is not None and is_plain and in_graph:
-            captured_batch = self.model_runner.decode_cuda_graph_runner.bs
-            outcome = self._verify_tail.outcome(tree.batch, captured_batch)
+            captured_batch = self.states[tree.width].graph_runner.bs
+            outcome = self._verify_tail.outcome(tree.width, tree.batch, captured_batch)
             if on_publish is not None:
                 on_publish(outcome.new_context_len_B)
         else:
@@ -155,10 +170,30 @@ class TreeWorker(DFlashWorkerV2):
             next_draft_input=self._make_next_draft_input_decode(
                 bonus_tokens=outcome.bonus_B, new_seq_lens=outcome.new_context_len_B
             ),
-            speculative_num_draft_tokens=self.width,
+            speculative_num_draft_tokens=tree.width,
             speculative_output_stride=self.max_depth + 1,
             new_seq_lens=outcome.new_context_len_B,
         )
+
+    def _choose_width(self, tree: DraftTree, window: Window) -> int:
+        width = self.width if self._budget is None else self._ask_budget(tree, window)
+        if self._metrics is not None:
+            self._metrics.began(width)
+        return width
+
+    def _ask_budget(self, tree: DraftTree, window: Window) -> int:
+        assert self._budget is not None and self._promise is not None
+        if (promised := self._promise.next(tree)) is not None:
+            self._budget.promise(promised)
+        context = int(window.context_len_cpu_B.sum())
+        return self._budget.choose(len(window.context_len_B), context, 1000 * time.monotonic())
+
+    def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
+        """SGLang has brought a round's acceptance to the host."""
+        if self._budget is not None:
+            self._budget.accepted(num_correct_drafts_per_req)
+        if self._metrics is not None:
+            self._metrics.verified(num_correct_drafts_per_req)
 
     def _takes_argmax(self, batch: ScheduleBatch) -> bool:
         """Whether the bare argmax is every request's choice, and nothing else is asked of the logits."""
@@ -175,12 +210,12 @@ class TreeWorker(DFlashWorkerV2):
         self,
         batch: ScheduleBatch,
         tree: DraftTree,
-        window: _Window,
+        window: Window,
         logits_output: Any,
         on_publish: Callable[[torch.Tensor], None] | None,
     ) -> Outcome:
         """Choose from adjusted logits, accept and commit, outside the graphs."""
-        target_token_BW = choose_tokens(logits_output.next_token_logits, batch.sampling_info, self.width)
+        target_token_BW = choose_tokens(logits_output.next_token_logits, batch.sampling_info, tree.width)
         acceptance, plan = self._settle(tree, target_token_BW, window.context_len_B, window.rows.slot_BS)
         self._penalties.commit(tree, acceptance, batch.reqs)
         if batch.return_logprob:
@@ -196,7 +231,7 @@ class TreeWorker(DFlashWorkerV2):
         """The accepted paths, and what committing them reads and writes; rank 0's choices are everyone's."""
         self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, target_token_BW)
         acceptance = accept_tree(tree, target_token_BW, max_depth=self.max_depth)
-        return acceptance, plan_commit(acceptance, context_len_B, slot_BS, width=self.width)
+        return acceptance, plan_commit(acceptance, context_len_B, slot_BS, width=tree.width)
 
     def _gathered(self, logits_TV: torch.Tensor) -> torch.Tensor:
         """Logits over the whole vocabulary, where the verify left every rank its shard."""
@@ -227,35 +262,48 @@ class TreeWorker(DFlashWorkerV2):
             if mask is not None:
                 mask.apply(logits_TV)
 
-    def _window(self, batch: ScheduleBatch) -> _Window:
+    def _window(self, batch: ScheduleBatch) -> Window:
+        context_len_cpu_B = batch.seq_lens_cpu
+        if context_len_cpu_B is None:
+            context_len_cpu_B = batch.spec_info.nxt_kv_lens_cpu
+        return self.open_window(
+            batch.spec_info.bonus_tokens.view(-1), batch.req_pool_indices, batch.seq_lens, context_len_cpu_B
+        )
+
+    def open_window(
+        self,
+        bonus_B: torch.Tensor,
+        pool_index_B: torch.Tensor,
+        context_len_B: torch.Tensor,
+        context_len_cpu_B: torch.Tensor,
+    ) -> Window:
         rows = open_round(
-            batch.spec_info.bonus_tokens.view(-1),
-            batch.seq_lens,
-            batch.req_pool_indices,
+            bonus_B,
+            context_len_B,
+            pool_index_B,
             self.model_runner.req_to_token_pool.req_to_token,
             block_size=self.block_size,
             num_slots=max(self.block_size, self.width),
             mask_token_id=self._mask_token_id,
         )
-        context_len_cpu_B = batch.seq_lens_cpu
-        if context_len_cpu_B is None:
-            context_len_cpu_B = batch.spec_info.nxt_kv_lens_cpu
-        return _Window(rows, batch.seq_lens, context_len_cpu_B)
+        return Window(rows, pool_index_B, context_len_B, context_len_cpu_B)
 
-    def _plan(self, batch: ScheduleBatch, window: _Window, slot_BT: torch.Tensor) -> Any:
+    def plan_slots(self, window: Window, slot_BT: torch.Tensor) -> Any:
+        """SGLang's plan of the KV slots that a forward writes and of the context that it reads."""
         return self.model_runner.kv_index_translator.plan(
-            req_pool_indices=batch.req_pool_indices,
+            req_pool_indices=window.pool_index_B,
             seq_lens=window.context_len_B,
             seq_lens_cpu=window.context_len_cpu_B,
             write_virtual=slot_BT.reshape(-1),
             read_extent=slot_BT.shape[1],
         )
 
-    def _draft_tree(self, batch: ScheduleBatch, window: _Window) -> DraftTree:
+    def draft_trees(self, window: Window) -> DraftTree:
+        """The drafter's trees at full width."""
         rows = window.rows
-        output = self._draft_forward(batch, window)
+        output = self._draft_forward(window)
         if self._draft_tail is not None and output.can_run_graph:
-            return self._draft_tail.trees(len(rows.token_BT))
+            return self._draft_tail.trees(len(rows.token_BT), self.width)
         hidden_BTH = output.logits_output.hidden_states.view(*rows.token_BT.shape, -1)
         with draft_tp_context(self.draft_parallel_layout):
             tree = self._propose(hidden_BTH, rows.token_BT[:, 0])
@@ -275,7 +323,7 @@ class TreeWorker(DFlashWorkerV2):
             return DraftTree.chain(id_TK.view(shape)[:, : self.num_nodes, 0], bonus_B)
         return build_tree(id_TK.view(shape), logp_TK.view(shape), bonus_B, num_nodes=self.num_nodes)
 
-    def _draft_forward(self, batch: ScheduleBatch, window: _Window) -> Any:
+    def _draft_forward(self, window: Window) -> Any:
         """The drafter over the block of every request: SGLang's ``ModelRunnerOutput``."""
         embedding_BTH = self.target_worker.model_runner.model.get_input_embeddings()(window.rows.token_BT)
         embedding_TH = embedding_BTH.reshape(-1, embedding_BTH.shape[-1])
@@ -283,34 +331,39 @@ class TreeWorker(DFlashWorkerV2):
             embedding_TH = embedding_TH * self._noise_embed_scale
         slot_BT = window.rows.slot_BS[:, : self.block_size].contiguous()
         forward_batch = block_forward_batch(
-            window.rows,
+            window,
             slot_BT,
             embedding_TH=embedding_TH.to(self.draft_model_runner.dtype),
-            req_pool_indices_B=batch.req_pool_indices,
-            context_len_B=window.context_len_B,
-            context_len_cpu_B=window.context_len_cpu_B,
             spec_info=self._draft_block_spec_info,
         )
-        self._plan(batch, window, slot_BT).bind(forward_batch, self.draft_model_runner.kv_index_translator)
+        self.plan_slots(window, slot_BT).bind(forward_batch, self.draft_model_runner.kv_index_translator)
         with torch.inference_mode(), draft_tp_context(self.draft_parallel_layout):
             return self.draft_model_runner.forward(forward_batch)
 
-    def _verify(self, batch: ScheduleBatch, tree: DraftTree, window: _Window) -> tuple[Any, bool]:
-        """The target's logits and taps for every row of the trees."""
-        slot_BW = window.rows.slot_BS[:, : self.width]
+    def verify_input(self, tree: DraftTree, window: Window) -> TreeVerifyInput:
+        """What the target verifies, with its mask and its slots."""
+        mask = self.states[tree.width].window_mask
         custom_mask = None
-        if self._window_mask is not None and tree.mask_BWW is not None:
-            custom_mask = self._window_mask.write(tree.mask_BWW, window.context_len_B, window.context_len_cpu_B)
+        if mask is not None and tree.mask_BWW is not None:
+            custom_mask = mask.write(tree.mask_BWW, window.context_len_B, window.context_len_cpu_B)
         verify_input = tree_verify_input(tree, window.context_len_B, custom_mask)
-        verify_input.kv_loc_plan = self._plan(batch, window, slot_BW)
-        batch.out_cache_loc = slot_BW.reshape(-1)
+        verify_input.kv_loc_plan = self.plan_slots(window, window.rows.slot_BS[:, : tree.width])
+        return verify_input
+
+    def _verify(self, batch: ScheduleBatch, tree: DraftTree, window: Window) -> tuple[Any, bool]:
+        """The target's logits and taps for every row of the trees."""
+        verify_input = self.verify_input(tree, window)
+        batch.out_cache_loc = window.rows.slot_BS[:, : tree.width].reshape(-1)
         kept = batch.seq_lens_cpu, batch.seq_lens_sum
-        batch.seq_lens_cpu = window.context_len_cpu_B + self.width
+        batch.seq_lens_cpu = window.context_len_cpu_B + tree.width
         batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
-        # The graph runner plans once more if it is planned for here.
-        forward_batch, _ = verify_input.prepare_for_verify(batch, self.target_worker, defer_metadata_init=True)
-        batch.seq_lens_cpu, batch.seq_lens_sum = kept
-        output = self.target_worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=True)
+        with installed(self.model_runner, self.states[tree.width]):
+            # The graph runner plans once more if it is planned for here.
+            forward_batch, _ = verify_input.prepare_for_verify(batch, self.target_worker, defer_metadata_init=True)
+            batch.seq_lens_cpu, batch.seq_lens_sum = kept
+            output = self.target_worker.forward_batch_generation(
+                batch=None, forward_batch=forward_batch, is_verify=True
+            )
         return output.logits_output, output.can_run_cuda_graph
 
     def _commit(self, hidden_TF: torch.Tensor, tree: DraftTree, plan: CommitPlan) -> None:

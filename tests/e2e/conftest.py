@@ -96,12 +96,19 @@ def drafter(work: Path, target: Path, dumped: Dumped) -> Path:
     return train(load_config(None, settings), progress=False).drafter
 
 
-ARMS = {
-    "DFLASH": ("--speculative-algorithm", "DFLASH"),
-    "one branch": ("--speculative-algorithm", "DDTREE", "--speculative-num-draft-tokens", "8"),
-    "width 5": ("--speculative-algorithm", "DDTREE", "--speculative-num-draft-tokens", "5", "--page-size", "64"),
-    "width 17": ("--speculative-algorithm", "DDTREE"),
-    "width 33": ("--speculative-algorithm", "DDTREE", "--speculative-num-draft-tokens", "33", "--page-size", "16"),
+FIXED = {"SGLANG_DFLASH_PLUGIN_BUDGET": "fixed"}
+WIDTH_5 = ("--speculative-num-draft-tokens", "5", "--page-size", "64")
+WIDTH_33 = ("--speculative-num-draft-tokens", "33", "--page-size", "16")
+ARMS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
+    "DFLASH": (("--speculative-algorithm", "DFLASH"), {}),
+    "one branch": (
+        ("--speculative-algorithm", "DDTREE", "--speculative-num-draft-tokens", "8"),
+        {"SGLANG_DFLASH_PLUGIN_TREE_TOPK": "1"},
+    ),
+    "width 5": (("--speculative-algorithm", "DDTREE", *WIDTH_5), {}),
+    "width 17": (("--speculative-algorithm", "DDTREE"), FIXED),
+    "width 33": (("--speculative-algorithm", "DDTREE", *WIDTH_33), FIXED),
+    "up to 33": (("--speculative-algorithm", "DDTREE", *WIDTH_33, "--enable-metrics"), {}),
 }
 
 
@@ -118,8 +125,8 @@ class ArmServer:
 def arm(
     request: pytest.FixtureRequest, work: Path, target: Path, drafter: Path, tokenizer: Any, prompts: list[Prompt]
 ) -> Iterator[ArmServer]:
-    flags = [*ARMS[request.param], "--speculative-draft-model-path", str(drafter)]
-    env = {"SGLANG_DFLASH_PLUGIN_TREE_TOPK": "1"} if request.param == "one branch" else {}
+    flags, env = ARMS[request.param]
+    flags = (*flags, "--speculative-draft-model-path", str(drafter))
     log = work / f"{request.param.replace(' ', '-')}.log"
     with Server(target, flags, log=log, env=env) as server:
         answers = generate(prompts, url=server.url, tokenizer=tokenizer, max_new_tokens=NEW_TOKENS, concurrency=8)

@@ -7,6 +7,7 @@ its fp32 arithmetic; how often that happens is printed.
 from __future__ import annotations
 
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from sglang_dflash.bench.compare import first_difference
 from sglang_dflash.dump.generate import GenerationError, Prompt, render
 
-from .conftest import ArmServer, Dumped
+from .conftest import ARMS, ArmServer, Dumped
 
 # Log-probability noise of two fp32 forwards with different row counts; see LOG.md.
 LOGIT_NOISE = 1e-3
@@ -57,6 +58,28 @@ def test_drafts_are_accepted_and_counted(arm: ArmServer) -> None:
     assert accepted > 0
     # Every token but the prefill's is a bonus or an accepted draft; the last round may be cut short.
     assert tokens - len(meta) <= accepted + steps
+
+
+def test_rounds_and_drafts_are_counted(arm: ArmServer) -> None:
+    if "--enable-metrics" not in ARMS[arm.name][0]:
+        pytest.skip("this arm counts nothing")
+    with urllib.request.urlopen(arm.server.url + "/metrics", timeout=10) as response:
+        counted = [line for line in response.read().decode().splitlines() if line.startswith("sglang:dflash_")]
+    rounds = {
+        int(line.split('width="')[1].split('"')[0]): float(line.split()[-1])
+        for line in counted
+        if line.startswith("sglang:dflash_rounds_total{")
+    }
+    [proposed] = [
+        float(line.split()[-1]) for line in counted if line.startswith("sglang:dflash_proposed_drafts_total{")
+    ]
+    [accepted] = [float(line.split()[-1]) for line in counted if line.startswith("sglang:dflash_accepted_drafts_sum{")]
+    print(f"\n{arm.name}: rounds by width {rounds}, {proposed} drafts proposed, {accepted} accepted")
+    assert set(rounds) <= {8, 17, 33}
+    steps = sum(answer.meta_info["spec_verify_ct"] for answer in arm.answers)
+    assert accepted >= sum(answer.meta_info["spec_num_correct_drafts"] for answer in arm.answers)
+    assert 7 * steps <= proposed
+    assert sum(rounds.values()) <= steps + 8
 
 
 def test_one_branch_is_the_chain(arm: ArmServer) -> None:

@@ -14,6 +14,7 @@ from sglang_dflash.kernels.tree_accept import (
 from sglang_dflash.speculative.tree import DraftTree
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NAMES = ("token_BW", "parent_BW", "depth_BW", "score_BW", "valid_BW")
 
 
 def make_tree(token: list[list[int]], parent: list[list[int]], valid: list[list[bool]] | None = None) -> DraftTree:
@@ -86,11 +87,21 @@ def test_walk_equals_the_reference(width: int, vocabulary: int, max_depth: int) 
 def test_triton_walks_the_same_way(width: int, vocabulary: int, max_depth: int) -> None:
     tree, target_BW = random_batch(width + 1, 40, width, vocabulary)
     expected = accept_tree_torch(tree, target_BW, max_depth=max_depth)
-    names = ("token_BW", "parent_BW", "depth_BW", "score_BW", "valid_BW")
-    on_device = DraftTree(**{name: getattr(tree, name).to(DEVICE) for name in names})
+    on_device = DraftTree(**{name: getattr(tree, name).to(DEVICE) for name in NAMES})
     actual = accept_tree_triton(on_device, target_BW.to(DEVICE), max_depth=max_depth)
     for name in ("row_BD", "length_B", "bonus_B", "token_BD"):
         assert torch.equal(getattr(actual, name).cpu(), getattr(expected, name)), name
+
+
+def test_triton_walks_the_first_rows_of_wider_trees() -> None:
+    tree, target_BW = random_batch(3, 40, 17, 3)
+    on_device = DraftTree(**{name: getattr(tree, name).to(DEVICE) for name in NAMES})
+    for width in (2, 9, 16):
+        narrow, target = on_device.narrowed(width), target_BW[:, :width]
+        expected = accept_tree_torch(tree.narrowed(width), target, max_depth=7)
+        actual = accept_tree_triton(narrow, target.to(DEVICE), max_depth=7)
+        for name in ("row_BD", "length_B", "bonus_B", "token_BD"):
+            assert torch.equal(getattr(actual, name).cpu(), getattr(expected, name)), name
 
 
 def test_chain_accepts_up_to_the_first_mismatch() -> None:

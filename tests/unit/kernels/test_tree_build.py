@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -249,6 +251,28 @@ def test_triton_builds_the_same_trees(depths: int, ranks: int, num_nodes: int, s
     inputs = [tensor.to(DEVICE) for tensor in (id_BLK, logp_BLK, torch.arange(3))]
     tree = build_tree_triton(*inputs, num_nodes=num_nodes, spine=spine)
     assert_same_trees(tree, build_tree_torch(id_BLK, logp_BLK, torch.arange(3), num_nodes=num_nodes, spine=spine))
+
+
+@pytest.mark.parametrize("build", [build_tree_torch, build_tree_triton])
+@pytest.mark.parametrize(("depths", "ranks"), [(7, 32), (3, 6), (12, 4)])
+def test_the_first_rows_of_a_tree_are_the_best_tree_of_that_width(build: Any, depths: int, ranks: int) -> None:
+    id_BLK, logp_BLK = random_candidates(11, 3, depths, ranks)
+    logp_BLK = (4 * logp_BLK).round() / 4  # many ties
+    inputs = [tensor.to(DEVICE) for tensor in (id_BLK, logp_BLK, torch.arange(3))]
+    wide = build(*inputs, num_nodes=32, spine=True)
+    for width in range(2, 33):
+        narrow, alone = wide.narrowed(width), build(*inputs, num_nodes=width - 1, spine=True)
+        assert narrow.is_chain == (width <= depths + 1)
+        assert narrow.num_spine == alone.num_spine == min(depths, width - 1)
+        if narrow.is_chain:
+            assert narrow.mask_BWW is None
+            for name in ("parent_BW", "depth_BW"):
+                assert torch.equal(
+                    getattr(narrow, name), getattr(DraftTree.chain(alone.token_BW[:, 1:], alone.token_BW[:, 0]), name)
+                )
+            alone = dataclasses.replace(alone, mask_BWW=None)
+        assert_same_trees(narrow, alone)
+    assert wide.narrowed(33) is wide
 
 
 @pytest.mark.parametrize("spine", [True, False])

@@ -70,3 +70,12 @@ def test_window_masks_stand_where_the_extend_kernel_reads_them(width: int, conte
     write_window_mask(buffer, mask_BWW.to(DEVICE), torch.tensor(context, device=DEVICE))
     assert torch.equal(buffer.cpu(), expected)
     assert int((expected == 7).sum()) == width * sum(context) + 3, "the context's bytes are left alone"
+
+
+def test_window_masks_of_the_first_rows_of_wider_trees() -> None:
+    mask_BWW = ancestor_mask(torch.tensor(random_parents(2, 3, 17)))[:, :9, :9]
+    expected = torch.zeros(sum(9 * (length + 9) for length in (4, 0, 6)), dtype=torch.uint8)
+    buffer = expected.to(DEVICE)
+    write_window_mask_reference(expected, mask_BWW, torch.tensor([4, 0, 6]))
+    write_window_mask(buffer, mask_BWW.to(DEVICE), torch.tensor([4, 0, 6], device=DEVICE))
+    assert torch.equal(buffer.cpu(), expected)

@@ -34,7 +34,7 @@ def test_the_trees_of_a_draft_stand_in_the_same_storage_every_time() -> None:
         hidden_TH, input_ids_T = draft(seed, batch)
         tail(hidden_TH, input_ids_T)
         expected = propose(hidden_TH.view(batch, BLOCK, -1), input_ids_T.view(batch, BLOCK)[:, 0])
-        made = tail.trees(batch)
+        made = tail.trees(batch, NODES + 1)
         assert made.batch == batch and not made.is_chain
         for one, other in zip(made.tensors(), expected.tensors(), strict=True):
             assert torch.equal(one, other)
@@ -84,7 +84,7 @@ def verify(tree: DraftTree, seed: int) -> Round:
 
 def make_tail(storage: DraftTree, committed: list[CommitPlan]) -> VerifyTail:
     return VerifyTail(
-        trees=storage.first,
+        trees=lambda batch, width: storage.first(batch).narrowed(width),
         choose=lambda logits_TV: logits_TV.argmax(-1),
         settle=settle,
         commit=lambda hidden_TF, tree, plan: committed.append(plan),
@@ -104,7 +104,7 @@ def test_an_armed_verify_accepts_and_commits_what_a_round_outside_would() -> Non
     for one, other in zip(committed[0], plan, strict=True):
         assert torch.equal(one, other)
     # Two of the three requests are real, the third is padding.
-    outcome = tail.outcome(2, 3)
+    outcome = tail.outcome(WIDTH, 2, 3)
     for one, other in zip(outcome, Outcome.of(acceptance, plan), strict=True):
         assert torch.equal(one, other[:2])
 
@@ -114,9 +114,9 @@ def test_an_outcome_outlives_the_next_replay() -> None:
     round_ = verify(tree, 8)
     tail = make_tail(tree, [])
     tail(None, round_, round_, 2 * WIDTH)
-    outcome = tail.outcome(2, 2)
+    outcome = tail.outcome(WIDTH, 2, 2)
     before = [part.clone() for part in outcome]
-    tail._packed[2].fill_(-7)
+    tail._packed[WIDTH, 2].fill_(-7)
     assert all(torch.equal(one, other) for one, other in zip(outcome, before, strict=True))
 
 

@@ -15,6 +15,7 @@ from sglang_dflash.speculative.compatibility import (
     TargetShape,
     check_block,
     check_drafter,
+    check_memory,
     check_server,
     check_width,
     refused_request,
@@ -118,6 +119,19 @@ def server(**change: Any) -> SimpleNamespace:
             **change,
         }
     )
+
+
+def test_plain_memory_is_taken() -> None:
+    check_memory(TARGET)
+
+
+@pytest.mark.parametrize(
+    ("field", "word"), [("has_recurrent_state", "recurrent state"), ("has_window_pool", "pool of")]
+)
+def test_memory_that_no_tree_may_touch_is_refused_with_the_way_out(field: str, word: str) -> None:
+    with pytest.raises(IncompatibleError, match=word) as refusal:
+        check_memory(replace(TARGET, **{field: True}))
+    assert "--speculative-algorithm DFLASH" in str(refusal.value)
 
 
 @pytest.mark.parametrize("change", [{}, {"disaggregation_mode": None}])

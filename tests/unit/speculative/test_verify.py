@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
+from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 
 from sglang_dflash.kernels.tree_build import build_tree
 from sglang_dflash.kernels.tree_mask import ancestor_mask, write_window_mask_reference
 from sglang_dflash.speculative.tree import DraftTree
-from sglang_dflash.speculative.verify import WindowMask, grammar_links, tree_verify_input
+from sglang_dflash.speculative.verify import TreeVerifyInput, WindowMask, grammar_links, tree_verify_input
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PARENTS = torch.tensor([[-1, 0, 1, 0, 3], [-1, 0, 0, 0, -1], [-1, 0, 1, 2, 3]], device=DEVICE)
@@ -90,3 +93,34 @@ def test_a_chain_is_walked_to_its_end() -> None:
     chain = DraftTree.chain(torch.tensor([[4, 4, 2]]), torch.tensor([4]))
     child_BW, sibling_BW, _ = grammar_links(chain).resolve()
     assert child_BW.tolist() == [[1, 2, 3, -1]] and sibling_BW.tolist() == [[-1] * 4]
+
+
+def test_flashinfer_reads_the_context_too_and_requests_that_pad_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {}
+
+    def stock(self: Any, **arguments: Any) -> tuple[torch.Tensor, ...]:
+        asked.update(arguments)
+        return (torch.zeros(1, device=DEVICE), torch.ones(1), torch.full((1,), 2.0), None)
+
+    monkeypatch.setattr(DFlashVerifyInput, "generate_attn_arg_prefill", stock)
+    verify = TreeVerifyInput(
+        draft_token=torch.zeros(15), positions=torch.zeros(15), draft_token_num=5, tree_mask_BWW=ancestor_mask(PARENTS)
+    )
+    lens = torch.tensor([3, 0, 7, 1], device=DEVICE)
+    indices, indptr, query_indptr, sees = verify.generate_attn_arg_prefill(
+        req_pool_indices=torch.zeros(4), paged_kernel_lens=lens, paged_kernel_lens_sum=14, plan="the plan"
+    )
+    assert asked["plan"] == "the plan" and asked["paged_kernel_lens"] is lens
+    assert (indices.item(), indptr.item(), query_indptr.item()) == (0, 1, 2)
+    expected = torch.ones(5 * (14 + 5 * 4), dtype=torch.uint8, device=DEVICE)
+    write_window_mask_reference(expected, ancestor_mask(PARENTS), CONTEXT)
+    assert sees is not None and torch.equal(sees.view(torch.uint8), expected)
+
+
+def test_flashinfer_is_given_no_mask_for_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DFlashVerifyInput, "generate_attn_arg_prefill", lambda self, **_: (1, 2, 3, None))
+    verify = TreeVerifyInput(draft_token=torch.zeros(5), positions=torch.zeros(5), draft_token_num=5)
+    arguments = verify.generate_attn_arg_prefill(
+        req_pool_indices=torch.zeros(1), paged_kernel_lens=torch.zeros(1), paged_kernel_lens_sum=0
+    )
+    assert arguments == (1, 2, 3, None)
