@@ -222,7 +222,12 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol(
         "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch",
         "speculative.accept",
-        ("probs", "top_ks", "top_ps", "min_ps", "need_min_p_sampling", "sampling_seed", "positions"),
+        ("probs", "top_ks", "top_ps", "min_ps", "need_min_p_sampling", "sampling_seed", "positions", "max_top_k"),
+    ),
+    Symbol(
+        "sglang.srt.layers.sampler.sampling_from_probs_torch",
+        "speculative.accept",
+        ("probs", "sampling_seed", "positions"),
     ),
     Symbol("sglang.srt.layers.logits_processor.should_apply_lm_head_quant_method", "speculative.draft"),
     Symbol(

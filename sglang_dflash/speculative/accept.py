@@ -1,9 +1,9 @@
 """The target's own choice at every verified row.
 
 Greedy rows take the argmax. Sampled rows take one draw from the target's distribution after temperature, top-k, top-p and
-min-p, with SGLang's own torch sampler. The tree was fixed before this randomness is drawn, so walking the tree along these
+min-p, with SGLang's own torch samplers. The tree was fixed before this randomness is drawn, so walking the tree along these
 choices (``kernels.tree_accept``) emits exactly what sampling token by token would (research: Ringel and Romano, arXiv
-2604.12989). Penalties, grammars and custom logit processors depend on the path and are refused before they get here.
+2604.12989). What depends on the path (penalties, grammars) is in the logits already.
 """
 
 from __future__ import annotations
@@ -35,10 +35,15 @@ def choose_tokens(logits_TV: torch.Tensor, sampling_info: Any, num_rows: int) ->
 
 
 def _draw(logits_TV: torch.Tensor, sampling_info: Any, top_k_T: torch.Tensor, num_rows: int) -> torch.Tensor:
-    from sglang.srt.layers.sampler import top_k_top_p_min_p_sampling_from_probs_torch
+    from sglang.srt.layers.sampler import sampling_from_probs_torch, top_k_top_p_min_p_sampling_from_probs_torch
 
     temperature_T1 = sampling_info.temperatures.repeat_interleave(num_rows, dim=0)
     probability_TV = torch.softmax(logits_TV.float() / temperature_T1, dim=-1)
+    filtered = (
+        sampling_info.need_top_k_sampling or sampling_info.need_top_p_sampling or sampling_info.need_min_p_sampling
+    )
+    if not filtered:
+        return sampling_from_probs_torch(probability_TV, sampling_seed=None, positions=None).to(torch.int64)
     return top_k_top_p_min_p_sampling_from_probs_torch(
         probability_TV,
         top_k_T,
@@ -47,4 +52,5 @@ def _draw(logits_TV: torch.Tensor, sampling_info: Any, top_k_T: torch.Tensor, nu
         sampling_info.need_min_p_sampling,
         None,
         torch.zeros_like(top_k_T),
+        max_top_k=sampling_info.max_top_k,
     ).to(torch.int64)

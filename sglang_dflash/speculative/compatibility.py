@@ -181,6 +181,18 @@ def check_server(cfg: Any, *, backends: tuple[str | None, ...], allowed: tuple[s
             "remove the flag",
         ),
         (
+            "enable_deterministic_inference",
+            bool(cfg.enable_deterministic_inference),
+            "draws along a tree do not follow the requests' seeds yet",
+            "remove the flag; seeds are then ignored, as SGLang does without it",
+        ),
+        (
+            "kv_cache_dtype",
+            cfg.kv_cache_dtype not in ("auto", "bf16", "bfloat16"),
+            "text was not yet compared with plain decoding over such a cache",
+            "remove the flag",
+        ),
+        (
             "disaggregation_mode",
             cfg.disaggregation_mode not in (None, "null"),
             "the drafter's KV is not transferred",
@@ -211,7 +223,6 @@ def refused_request(
     neutral = {
         "watermark": None,
         "beam_width": None,
-        "sampling_seed": None,
     }
     given = [
         f"{name}={getattr(sampling, name)!r}" for name, value in neutral.items() if getattr(sampling, name) != value

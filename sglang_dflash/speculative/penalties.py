@@ -12,7 +12,7 @@ The arithmetic and its order are SGLang's: additive penalties, then the scaling 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -42,6 +42,13 @@ def stop_tokens(req: Any) -> list[int]:
     return sorted(token for token in every if token is not None)
 
 
+class _Followed(NamedTuple):
+    """What is kept of a penalised request: how often it generated each token, and the tokens that may end it."""
+
+    counts_V: torch.Tensor
+    stop_S: torch.Tensor
+
+
 class PathPenalties:
     """Output-token counts of the penalised requests, fp32 ``[vocabulary]`` each, and what follows from them.
 
@@ -52,7 +59,7 @@ class PathPenalties:
     def __init__(self, vocab_size: int, device: torch.device | str) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self._counts: WeakKeyDictionary[Any, torch.Tensor] = WeakKeyDictionary()
+        self._followed: WeakKeyDictionary[Any, _Followed] = WeakKeyDictionary()
 
     def start(self, reqs: Sequence[Any]) -> None:
         """Requests are prefilled: what they have generated so far is in their context now."""
@@ -60,14 +67,17 @@ class PathPenalties:
             if is_penalised(req.sampling_params):
                 generated = torch.tensor(list(req.output_ids), dtype=torch.int64)
                 counts_V = torch.bincount(generated, minlength=self._vocab_size).float()
-                self._counts[req] = counts_V.to(self._device, non_blocking=True)
+                stop_S = torch.tensor(stop_tokens(req), dtype=torch.int64)
+                self._followed[req] = _Followed(
+                    counts_V.to(self._device, non_blocking=True), stop_S.to(self._device, non_blocking=True)
+                )
 
     def apply(self, logits_TV: torch.Tensor, tree: DraftTree, reqs: Sequence[Any]) -> None:
         """Change the logits of every row in place; ``logits_TV`` is ``[requests * width, vocabulary]``."""
         logits_BWV = logits_TV.view(len(reqs), tree.width, -1)
         for index, req in enumerate(reqs):
             if is_penalised(req.sampling_params):
-                _penalise(logits_BWV[index], self._counts_of(req), tree, index, req)
+                _penalise(logits_BWV[index], self._of(req), tree, index, req.sampling_params)
 
     def commit(self, tree: DraftTree, acceptance: Acceptance, reqs: Sequence[Any]) -> None:
         """The accepted rows of every request join its context."""
@@ -76,23 +86,22 @@ class PathPenalties:
             if is_penalised(req.sampling_params):
                 token_D = tree.token_BW[index].gather(0, acceptance.row_BD[index])
                 accepted_D = (place_D <= acceptance.length_B[index]).float()
-                self._counts_of(req).index_add_(0, token_D, accepted_D)
+                self._of(req).counts_V.index_add_(0, token_D, accepted_D)
 
-    def _counts_of(self, req: Any) -> torch.Tensor:
-        assert req in self._counts, f"request {req.rid} is decoded without having been prefilled here"
-        return self._counts[req]
+    def _of(self, req: Any) -> _Followed:
+        assert req in self._followed, f"request {req.rid} is decoded without having been prefilled here"
+        return self._followed[req]
 
 
-def _penalise(logits_WV: torch.Tensor, counts_V: torch.Tensor, tree: DraftTree, index: int, req: Any) -> None:
-    sampling = req.sampling_params
-    total_WV = counts_V + path_counts(tree, index, len(counts_V))
+def _penalise(logits_WV: torch.Tensor, followed: _Followed, tree: DraftTree, index: int, sampling: Any) -> None:
+    total_WV = followed.counts_V + path_counts(tree, index, len(followed.counts_V))
     used_WV = total_WV > 0
     if sampling.frequency_penalty != 0:
         logits_WV.sub_(sampling.frequency_penalty * total_WV)
     if sampling.presence_penalty != 0:
         logits_WV.sub_(sampling.presence_penalty * used_WV)
     if sampling.min_new_tokens > 0:
-        stop_S = torch.tensor(stop_tokens(req), dtype=torch.int64).to(logits_WV.device, non_blocking=True)
+        stop_S = followed.stop_S
         short_W1 = total_WV.sum(dim=1, keepdim=True) < sampling.min_new_tokens
         logits_WV.index_add_(
             1, stop_S, torch.where(short_W1, float("-inf"), 0.0).expand(-1, len(stop_S)).to(logits_WV.dtype)

@@ -1,8 +1,4 @@
-"""Greedy output against autoregressive decoding, and what a server's users do to it, with a real drafter.
-
-A token may differ from autoregressive decoding only where the target's two best log-probabilities are closer than the noise of
-its fp32 arithmetic; how often that happens is printed.
-"""
+"""Greedy output against autoregressive decoding, and what a server's users do to it, with a real drafter."""
 
 from __future__ import annotations
 
@@ -13,38 +9,17 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash.bench.compare import first_difference
 from sglang_dflash.dump.generate import GenerationError, Prompt, render
 
+from .answers import LOGIT_NOISE, count_differences
 from .conftest import ARMS, ArmServer, Dumped
 
-# Log-probability noise of two fp32 forwards with different row counts; see LOG.md.
-LOGIT_NOISE = 1e-3
 _CHAIN: dict[str, list[int]] = {}
 
 
-def _gap(arm: ArmServer, ids: list[int]) -> float:
-    reply = arm.server.post(
-        "/generate",
-        {
-            "input_ids": ids,
-            "sampling_params": {"temperature": 0, "max_new_tokens": 1},
-            "return_logprob": True,
-            "top_logprobs_num": 2,
-        },
-    )
-    best = reply["meta_info"]["output_top_logprobs"][0]
-    return float(best[0][0] - best[1][0])
-
-
 def test_same_tokens_as_autoregressive(arm: ArmServer, dumped: Dumped) -> None:
-    differing = 0
-    for expected, answer in zip(dumped.answers, arm.answers, strict=True):
-        position = first_difference(expected.output_ids, answer.output_ids)
-        if position is not None:
-            differing += 1
-            gap = _gap(arm, expected.input_ids + expected.output_ids[:position])
-            assert gap < LOGIT_NOISE, f"{answer.id} differs at {position}, where the gap is {gap:.1e}"
+    assert [len(answer.output_ids) for answer in arm.answers] == [len(answer.output_ids) for answer in dumped.answers]
+    differing = count_differences(arm.server, dumped.answers, arm.answers)
     print(f"\n{arm.name}: {differing} of {len(arm.answers)} answers differ from autoregressive decoding")
     assert differing <= len(arm.answers) // 10
 
@@ -171,6 +146,11 @@ def test_sampling_and_logprobs(arm: ArmServer, tokenizer: Any, prompts: list[Pro
 def test_refuses_what_it_cannot_serve_exactly(arm: ArmServer, tokenizer: Any, prompts: list[Prompt]) -> None:
     if arm.name not in ("DFLASH", "width 17"):
         pytest.skip("one chain and one tree stand for all")
-    sampling = {"temperature": 0, "max_new_tokens": 4, "sampling_seed": 1}
-    with pytest.raises(GenerationError, match=r"sampling_seed=1 is not served"):
-        arm.server.post("/generate", {"input_ids": render(prompts[0], tokenizer), "sampling_params": sampling})
+    sampling = {"temperature": 0, "max_new_tokens": 4}
+    ids = render(prompts[0], tokenizer)
+    with pytest.raises(GenerationError, match=r"beam_width=1 is not served"):
+        arm.server.post("/generate", {"input_ids": ids, "sampling_params": {**sampling, "beam_width": 1}})
+    # Without deterministic inference SGLang ignores a seed; so does this worker.
+    seeded = arm.server.post("/generate", {"input_ids": ids, "sampling_params": {**sampling, "sampling_seed": 1}})
+    plain = arm.server.post("/generate", {"input_ids": ids, "sampling_params": sampling})
+    assert seeded["output_ids"] == plain["output_ids"]

@@ -29,13 +29,16 @@ def sampling_info(
     def column(value: Any, dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(value if isinstance(value, list) else [value] * batch, dtype=dtype)
 
-    top_k_B, min_p_B = column(top_k, torch.int32), column(min_p, torch.float32)
+    top_k_B, top_p_B, min_p_B = column(top_k, torch.int32), column(top_p, torch.float32), column(min_p, torch.float32)
     return SimpleNamespace(
         temperatures=column(temperature, torch.float32)[:, None],
         top_ks=top_k_B,
-        top_ps=column(top_p, torch.float32),
+        top_ps=top_p_B,
         min_ps=min_p_B,
+        need_top_k_sampling=bool((top_k_B != ALL).any()),
+        need_top_p_sampling=bool((top_p_B != 1).any()),
         need_min_p_sampling=bool((min_p_B > 0).any()),
+        max_top_k=int(top_k_B.max()),
         is_all_greedy=bool((top_k_B == 1).all()),
         logit_bias=logit_bias_BV,
     )

@@ -115,6 +115,8 @@ def server(**change: Any) -> SimpleNamespace:
             "pp_size": 1,
             "enable_dp_attention": False,
             "enable_mixed_chunk": False,
+            "enable_deterministic_inference": False,
+            "kv_cache_dtype": "auto",
             "disaggregation_mode": "null",
             **change,
         }
@@ -134,7 +136,7 @@ def test_memory_that_no_tree_may_touch_is_refused_with_the_way_out(field: str, w
     assert "--speculative-algorithm DFLASH" in str(refusal.value)
 
 
-@pytest.mark.parametrize("change", [{}, {"disaggregation_mode": None}])
+@pytest.mark.parametrize("change", [{}, {"disaggregation_mode": None}, {"kv_cache_dtype": "bf16"}])
 def test_servable_flags_are_taken(change: dict[str, Any]) -> None:
     check_server(server(**change), backends=("ours", "ours"), allowed=("ours",))
 
@@ -146,6 +148,8 @@ def test_servable_flags_are_taken(change: dict[str, Any]) -> None:
         ("pp_size", 2, "--pp-size 2", "set --pp-size 1"),
         ("enable_dp_attention", True, "--enable-dp-attention True", "remove the flag"),
         ("enable_mixed_chunk", True, "--enable-mixed-chunk True", "remove the flag"),
+        ("enable_deterministic_inference", True, "--enable-deterministic-inference True", "seeds are then ignored"),
+        ("kv_cache_dtype", "fp8_e4m3", "--kv-cache-dtype fp8_e4m3", "remove the flag"),
         ("disaggregation_mode", "prefill", "--disaggregation-mode prefill", "serve prefill and decode in one server"),
     ],
 )
@@ -180,7 +184,7 @@ def sampling(**change: Any) -> SimpleNamespace:
             "regex": "a+",
             "watermark": None,
             "beam_width": None,
-            "sampling_seed": None,
+            "sampling_seed": 3,
             **change,
         }
     )
@@ -195,7 +199,6 @@ def test_exact_request_is_served() -> None:
     [
         ("watermark", "on"),
         ("beam_width", 2),
-        ("sampling_seed", 0),
     ],
 )
 def test_request_field_that_cannot_be_exact_is_refused(field: str, value: Any) -> None:

@@ -127,7 +127,7 @@ def test_nothing_is_kept_of_requests_that_are_gone_or_neutral() -> None:
     penalties = PathPenalties(VOCABULARY, "cpu")
     penalties.start([Request(presence_penalty=0.1), Request()])
     gc.collect()
-    assert len(penalties._counts) == 0
+    assert len(penalties._followed) == 0
 
 
 @pytest.mark.parametrize("sampling", SETTINGS)
