@@ -111,6 +111,19 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         Symbol(
+            "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",
+            "hooks",
+            ("meta_info", "recv_obj", "i"),
+        ),
+        "after",
+        "sglang_dflash.hooks:after_spec_metrics",
+        "always",
+        "counts the drafts of a request that were verified",
+        "SGLang takes every round as the widest, so a budget that narrows rounds makes its acceptance rates too low",
+        "0008-count-verified-drafts-by-round.patch",
+    ),
+    Hook(
+        Symbol(
             "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func",
             "platform.torch_cpu",
             ("req_pool_indices", "req_to_token", "start_offset", "end_offset", "out_cache_loc", "batch_size"),
@@ -212,7 +225,7 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol(
         "sglang.srt.managers.utils.GenerationBatchResult",
         "speculative.worker",
-        ("accept_lens", "speculative_output_stride", "speculative_num_draft_tokens", "new_seq_lens"),
+        ("accept_lens", "cap_lens", "speculative_output_stride", "speculative_num_draft_tokens", "new_seq_lens"),
     ),
     Symbol(
         "sglang.srt.layers.logprob_processor.compute_spec_logprobs",

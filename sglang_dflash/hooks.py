@@ -55,6 +55,14 @@ def after_verify_mask_policy(result: tuple[str, bool], attn_backend: Any) -> tup
     )
 
 
+def after_spec_metrics(result: None, manager: Any, meta_info: dict[str, Any], recv_obj: Any, i: int) -> None:
+    """Count the drafts that were verified, where the worker says how many; SGLang takes every round as the widest."""
+    verified = recv_obj.spec_num_cap_tokens[i] if recv_obj.spec_num_cap_tokens else 0
+    if verified and "spec_num_proposed_drafts" in meta_info:
+        meta_info["spec_num_proposed_drafts"] = verified
+        meta_info["spec_accept_rate"] = meta_info["spec_num_correct_drafts"] / verified
+
+
 def before_decode_reservation(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Reserve KV for the wider of draft block and verify; SGLang reserves for the verify alone."""
     kwargs["reserve"] = max(kwargs["reserve"], _round_reserve())

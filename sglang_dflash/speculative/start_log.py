@@ -57,12 +57,14 @@ def list_buffers(storage: DraftTree | None, states: Mapping[int, VerifyState]) -
     if storage is not None:
         num_bytes = sum(tensor.nbytes for tensor in storage.tensors())
         buffers.append(Buffer("trees", "requests x width x (29 + width)", num_bytes))
+    widest = states[max(states)]
+    indices = getattr(widest.attn_backend, "cuda_graph_kv_indices", None)
+    buffers += _buffer("KV indices, all widths", "requests x widest x context x 8", indices)
     for width, state in sorted(states.items()):
         backend = state.attn_backend
         mask = getattr(backend, "verify_mask", None)
         for name, formula, tensor in (
             ("window mask", "requests x width x (context + width)", getattr(mask, "buffer", None)),
-            ("KV indices", "requests x width x context x 8", getattr(backend, "cuda_graph_kv_indices", None)),
             (
                 "attention partials",
                 "requests x width x heads x KV splits x head size x 4",
@@ -70,7 +72,7 @@ def list_buffers(storage: DraftTree | None, states: Mapping[int, VerifyState]) -
             ),
         ):
             buffers += _buffer(f"{name}, width {width}", formula, tensor)
-    runner: Any = states[max(states)].graph_runner
+    runner: Any = widest.graph_runner
     static = getattr(runner, "buffers", None)
     logits = getattr(static, "next_token_logits_buffer", None)
     buffers += _buffer("logits, all widths", "requests x widest x vocabulary x 4", logits)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,10 +44,18 @@ def build_states(model_runner: Any, widths: Sequence[int], *, chain_width: int) 
         if width != widths[-1] and runner is not None:
             with get_spec().override(speculative_num_draft_tokens=width):
                 backend = model_runner._get_attention_backend(init_new_workspace=True)
+                _share_kv_indices(backend, model_runner.attn_backend)
                 runner = type(runner)(model_runner, attn_backend=backend, speculative_num_draft_tokens=width)
         reads_window = width > chain_width and type(backend).__name__ == "TritonAttnBackend"
         states[width] = VerifyState(backend, runner, WindowMask(backend, width) if reads_window else None)
     return states
+
+
+def _share_kv_indices(backend: Any, widest: Any) -> None:
+    """Let the graphs of ``backend`` read the KV indices of the widest: every round writes them before its replay."""
+    indices = getattr(widest, "cuda_graph_kv_indices", None)
+    if isinstance(indices, torch.Tensor):
+        backend.init_cuda_graph_state = partial(backend.init_cuda_graph_state, kv_indices_buf=indices)
 
 
 @contextmanager

@@ -166,6 +166,7 @@ class TreeWorker(DFlashWorkerV2):
             logits_output=logits_output,
             next_token_ids=outcome.token_BD.reshape(-1),
             accept_lens=outcome.length_B,
+            cap_lens=torch.full((tree.batch,), tree.width - 1),  # verified drafts, by request
             can_run_cuda_graph=in_graph,
             next_draft_input=self._make_next_draft_input_decode(
                 bonus_tokens=outcome.bonus_B, new_seq_lens=outcome.new_context_len_B

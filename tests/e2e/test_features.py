@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from sglang_dflash.bench.server import Server
 from sglang_dflash.dump.generate import Prompt, render
 
+from .answers import LOGIT_NOISE
 from .conftest import ArmServer
 
 PERSON = {
@@ -60,25 +62,68 @@ def ask_all(server: Server, tokenizer: Any, prompts: list[Prompt], rid: str) -> 
         return {(setting, prompt.id): ids for (setting, prompt), ids in zip(jobs, pool.map(ask, jobs), strict=True)}
 
 
+def ask_log_probs(server: Server, tokenizer: Any, prompts: list[Prompt]) -> list[dict[str, Any]]:
+    """Log-probs of the answer, of the best tokens and of chosen ones, greedy requests side by side."""
+
+    def ask(prompt: Prompt) -> dict[str, Any]:
+        payload = {
+            "input_ids": render(prompt, tokenizer),
+            "sampling_params": {"temperature": 0, "max_new_tokens": 20},
+            "return_logprob": True,
+            "top_logprobs_num": 3,
+            "token_ids_logprob": [28, 30],
+        }
+        return dict(server.post("/generate", payload)["meta_info"])
+
+    with ThreadPoolExecutor(NUM_PROMPTS) as pool:
+        return list(pool.map(ask, prompts[:NUM_PROMPTS]))
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a server without speculation answers."""
+
+    answers: Answers
+    log_probs: list[dict[str, Any]]
+
+
 @pytest.fixture(scope="session")
-def expected(work: Path, target: Path, tokenizer: Any, prompts: list[Prompt]) -> Answers:
+def expected(work: Path, target: Path, tokenizer: Any, prompts: list[Prompt]) -> Reference:
     with Server(target, ["--disable-overlap-schedule"], log=work / "plain.log") as server:
-        return ask_all(server, tokenizer, prompts, "plain")
+        return Reference(ask_all(server, tokenizer, prompts, "plain"), ask_log_probs(server, tokenizer, prompts))
 
 
 def test_every_feature_gives_the_tokens_of_plain_decoding(
-    expected: Answers, arm: ArmServer, tokenizer: Any, prompts: list[Prompt]
+    expected: Reference, arm: ArmServer, tokenizer: Any, prompts: list[Prompt]
 ) -> None:
     if arm.name not in ("DFLASH", "width 17"):
         pytest.skip("one chain and one tree stand for all")
-    answers = ask_all(arm.server, tokenizer, prompts, arm.name)
-    differing = [key for key in expected if answers[key] != expected[key]]
+    answers, wanted = ask_all(arm.server, tokenizer, prompts, arm.name), expected.answers
+    differing = [key for key in wanted if answers[key] != wanted[key]]
     for setting, name in differing:
         print(
-            f"\n{setting}, {name}:\n{tokenizer.decode(expected[setting, name])!r}\n{tokenizer.decode(answers[setting, name])!r}"
+            f"\n{setting}, {name}:\n{tokenizer.decode(wanted[setting, name])!r}\n{tokenizer.decode(answers[setting, name])!r}"
         )
     assert not differing
-    greedy = {name: ids for (setting, name), ids in expected.items() if setting == "greedy"}
+    greedy = {name: ids for (setting, name), ids in wanted.items() if setting == "greedy"}
     for setting in SETTINGS:
         if setting != "greedy":
-            assert any(expected[setting, name] != ids for name, ids in greedy.items()), f"{setting} changes nothing"
+            assert any(wanted[setting, name] != ids for name, ids in greedy.items()), f"{setting} changes nothing"
+
+
+def test_log_probs_are_those_of_plain_decoding(
+    expected: Reference, arm: ArmServer, tokenizer: Any, prompts: list[Prompt]
+) -> None:
+    if arm.name not in ("DFLASH", "width 17"):
+        pytest.skip("one chain and one tree stand for all")
+    for found, wanted in zip(ask_log_probs(arm.server, tokenizer, prompts), expected.log_probs, strict=True):
+        assert found.get("spec_verify_ct", 0) > 0
+        for field in ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs"):
+            assert flat(found[field], 1) == flat(wanted[field], 1), field
+            assert flat(found[field], 0) == pytest.approx(flat(wanted[field], 0), abs=LOGIT_NOISE), field
+
+
+def flat(entries: list[Any], column: int) -> list[float]:
+    """One column (0 the log-prob, 1 the token) of (log-prob, token, text) triples, alone or in lists."""
+    triples = [triple for entry in entries for triple in (entry if isinstance(entry[0], list) else [entry])]
+    return [triple[column] for triple in triples]

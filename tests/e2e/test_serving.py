@@ -33,6 +33,11 @@ def test_drafts_are_accepted_and_counted(arm: ArmServer) -> None:
     assert accepted > 0
     # Every token but the prefill's is a bonus or an accepted draft; the last round may be cut short.
     assert tokens - len(meta) <= accepted + steps
+    for info in meta:
+        if "spec_verify_ct" in info:  # an answer of one token has no round
+            by_length = info["spec_correct_drafts_histogram"]
+            assert sum(by_length) == info["spec_verify_ct"]
+            assert sum(length * rounds for length, rounds in enumerate(by_length)) == info["spec_num_correct_drafts"]
 
 
 def test_rounds_and_drafts_are_counted(arm: ArmServer) -> None:
@@ -48,6 +53,13 @@ def test_rounds_and_drafts_are_counted(arm: ArmServer) -> None:
     [proposed] = [
         float(line.split()[-1]) for line in counted if line.startswith("sglang:dflash_proposed_drafts_total{")
     ]
+    of_requests = sum(answer.meta_info["spec_num_proposed_drafts"] for answer in arm.answers)
+    assert of_requests <= proposed
+    assert of_requests == sum(
+        drafts * rounds
+        for answer in arm.answers
+        for drafts, rounds in enumerate(answer.meta_info["spec_cap_lens_histogram"])
+    )
     [accepted] = [float(line.split()[-1]) for line in counted if line.startswith("sglang:dflash_accepted_drafts_sum{")]
     print(f"\n{arm.name}: rounds by width {rounds}, {proposed} drafts proposed, {accepted} accepted")
     assert set(rounds) <= {8, 17, 33}

@@ -11,13 +11,15 @@ from sglang_dflash.options import PREFIX, OptionError, Options, read_options
 def test_defaults() -> None:
     options = read_options({"PATH": "/bin", "SGLANG_OTHER": "x"})
     assert options == Options()
-    assert (options.tree_topk, options.dump_dir, options.cpu_linear) == (0, None, "packed_fp16")
+    assert (options.tree_topk, options.budget, options.dump_dir) == (0, "adaptive", None)
+    assert options.cpu_linear == "packed_fp16"
     assert (options.dump_segment_mb, options.dump_queue_mb) == (256, 512)
 
 
 def test_every_option_is_read_from_its_variable() -> None:
     given = {
         "TREE_TOPK": "4",
+        "BUDGET": "fixed",
         "DUMP_DIR": "/data/dump",
         "DUMP_SEGMENT_MB": "1",
         "DUMP_QUEUE_MB": "7",
@@ -25,7 +27,12 @@ def test_every_option_is_read_from_its_variable() -> None:
     }
     assert {name.lower() for name in given} == {field.name for field in fields(Options)}
     assert read_options({PREFIX + name: text for name, text in given.items()}) == Options(
-        tree_topk=4, dump_dir=Path("/data/dump"), dump_segment_mb=1, dump_queue_mb=7, cpu_linear="native"
+        tree_topk=4,
+        budget="fixed",
+        dump_dir=Path("/data/dump"),
+        dump_segment_mb=1,
+        dump_queue_mb=7,
+        cpu_linear="native",
     )
 
 

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from sglang_dflash.kernels.tree_build import build_tree
+from sglang_dflash.speculative import widths
 from sglang_dflash.speculative.tree import DraftTree
 from sglang_dflash.speculative.widths import PROMISE_ROUNDS, Promise, build_states, installed, promised_tokens
 
@@ -41,6 +43,37 @@ def test_without_graphs_every_width_verifies_with_the_one_backend() -> None:
     states = build_states(runner, (8, 17), chain_width=8)
     assert [state.attn_backend for state in states.values()] == [runner.attn_backend] * 2
     assert all(state.graph_runner is None and state.window_mask is None for state in states.values())
+
+
+class GraphBackend:
+    """What ``build_states`` uses of SGLang's Triton backend."""
+
+    cuda_graph_kv_indices: torch.Tensor
+
+    def init_cuda_graph_state(self, rows: int, kv_indices_buf: torch.Tensor | None = None) -> None:
+        self.cuda_graph_kv_indices = torch.zeros(rows) if kv_indices_buf is None else kv_indices_buf
+
+
+class GraphRunner:
+    """Captures as SGLang's graph runner does: it asks the backend for its buffers first."""
+
+    def __init__(self, runner: object, attn_backend: GraphBackend, speculative_num_draft_tokens: int) -> None:
+        attn_backend.init_cuda_graph_state(10 * speculative_num_draft_tokens)
+
+
+def test_graphs_of_every_width_read_the_widest_ones_kv_indices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(widths, "get_spec", lambda: SimpleNamespace(override=lambda **flags: nullcontext()))
+    widest = GraphBackend()
+    runner = SimpleNamespace(
+        attn_backend=widest,
+        decode_cuda_graph_runner=GraphRunner(None, widest, 33),
+        _get_attention_backend=lambda init_new_workspace: GraphBackend(),
+    )
+    states = build_states(runner, (8, 17, 33), chain_width=8)
+    backends = [state.attn_backend for state in states.values()]
+    assert len(set(map(id, backends))) == 3
+    assert all(backend.cuda_graph_kv_indices is widest.cuda_graph_kv_indices for backend in backends)
+    assert len(widest.cuda_graph_kv_indices) == 330
 
 
 def test_a_state_is_installed_for_one_forward() -> None:
